@@ -1,0 +1,67 @@
+"""Watches a model's forward passes, so that a cache is told what it is given and sees whether it was used.
+
+A cache sees keys and values only. Whether rows are padded, which positions the model was given and whether every layer
+came by are known at the model's own door; two forward hooks, which torch offers for this, ask the cache there. A pass
+without such a cache is none of our business and goes through untouched.
+"""
+
+import inspect
+from abc import ABC, abstractmethod
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+_GUARDED: WeakSet[nn.Module] = WeakSet()
+
+
+class Guarded(ABC):
+    """A cache that wants to know of the passes it takes part in."""
+
+    @abstractmethod
+    def begin_step(self, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
+        """Raises ValueError or RuntimeError if the pass that is about to begin would go wrong."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Raises RuntimeError if the pass that has ended did not store its tokens."""
+
+
+def guard(model: nn.Module) -> None:
+    """Has `model` announce its passes to the `Guarded` caches it is given; once is enough, more do nothing."""
+    if model in _GUARDED:
+        return
+    model.register_forward_pre_hook(_before, with_kwargs=True)
+    model.register_forward_hook(_after, with_kwargs=True)
+    _GUARDED.add(model)
+
+
+def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    given = _named(model, args, kwargs)
+    cache = _cache(given)
+    if cache is None:
+        return
+    tokens = given.get("input_ids")
+    if tokens is None:
+        tokens = given.get("inputs_embeds")
+    if tokens is not None:
+        cache.begin_step(tokens.shape[1], given.get("attention_mask"), given.get("position_ids"))
+
+
+def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+    cache = _cache(_named(model, args, kwargs))
+    if cache is not None:
+        cache.end_step()
+
+
+def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if not args:
+        return kwargs
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
+
+def _cache(given: dict[str, Any]) -> Guarded | None:
+    for name in ("cache", "past_key_values"):
+        if isinstance(given.get(name), Guarded):
+            return given[name]
+    return None

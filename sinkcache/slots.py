@@ -1,0 +1,265 @@
+"""Which stream position each slot of a layer holds, and what the next step changes.
+
+A policy that reads positions alone decides the same for every row, head and layer, so all layers that share a budget
+share one `Slots`: it lives on the CPU, decides once per step, and hands each layer the same `Step`. No device is
+synchronised and no layer repeats the work.
+
+The rule, for a step of q tokens: what is held is trimmed to `capacity - 1`, the q are appended and attend, then the
+layer is reduced to `capacity`. A token read on its own thus sees exactly `capacity` tokens, itself included.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from sinkcache.policy import Entries, Policy, keep
+from sinkcache.positions import Rotation
+from sinkcache.store import Index
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Keys to read at another position: `slots` (all below `top`) turned by `moves` tokens from how they arrived.
+
+    `moves` is int64 `[slots]`, or `[1]` where all are alike; `fresh` are the slots that turn for the first time.
+    """
+
+    slots: Index
+    fresh: Index | None
+    top: int
+    moves: Int[Tensor, " moved"]
+    _phases: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def phase(self, rotation: Rotation, like: Tensor) -> Tensor:
+        """The factors for `rotation`, complex `[slots or 1, freq]`; computed once per device for all layers."""
+        key = (id(rotation), like.device, like.dtype)
+        if key not in self._phases:
+            self._phases[key] = rotation.phase(self.moves, like)
+        return self._phases[key]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a layer does with `q_len` new tokens, the first of which is at stream position `start`.
+
+    Before attention: `dropped` is evicted, `turns` are applied. After: the new tokens `sources` are in slots `targets`
+    and the first `length` slots are in use. `in_place`: everything attended to is held afterwards.
+    """
+
+    start: int
+    q_len: int
+    held: int
+    dropped: int | None
+    turns: Turns | None
+    targets: Index
+    sources: Index
+    length: int
+    in_place: bool
+
+
+class Slots:
+    """The book of the slots: `seen` tokens read, `held` slots in use, and per slot its position and how far it moved.
+
+    `asked` is the budget: tokens, or a share in (0, 1] of the prompt, which the first step or `resolve` settles.
+    `in_cache`: positions are those inside the cache (StreamingLLM) and not those of the stream. `limit`: the model must
+    not be given this position or a later one. `shift` is how far behind the stream the model's own positions run.
+    """
+
+    def __init__(self, policy: Policy, asked: int | float, in_cache: bool, limit: int | None) -> None:
+        self.policy, self.asked, self.in_cache, self.limit = policy, asked, in_cache, limit
+        self.reset()
+
+    def reset(self) -> None:
+        """Back to an empty stream."""
+        self.seen = self.held = self.shift = 0
+        self.last: Step | None = None
+        self.capacity: int | None = None
+        self._restless = False  # some key may have to be turned before the next read
+        if isinstance(self.asked, int):
+            self._allocate(self.asked)
+
+    def resolve(self, prompt: int) -> None:
+        """Settles a budget that is a share of the prompt, `prompt` tokens long; a settled budget stays as it is."""
+        if self.capacity is None:
+            budget = math.ceil(self.asked * prompt)
+            self.policy.check(budget)
+            self._allocate(budget)
+
+    def kept_before(self) -> int:
+        """How many held tokens the next step's queries will see."""
+        return 0 if self.capacity is None else min(self.held, self.capacity - 1)
+
+    def kept(self) -> Int[Tensor, " kept"]:
+        """Stream positions held, ascending; a copy."""
+        return self.positions[: self.held].sort().values if self.held else torch.zeros(0, dtype=torch.int64)
+
+    def turned(self) -> Index:
+        """The slots whose keys the buffers hold turned."""
+        return _run(self._applied[: self.held].nonzero()[:, 0] if self.held else torch.zeros(0, dtype=torch.int64))
+
+    def step(self, start: int, q_len: int) -> Step:
+        """The step of `q_len` tokens for a layer that has seen `start`; the first layer to ask makes the decision."""
+        if start == self.seen:
+            self.last = self._advance(q_len)
+        elif self.last is None or (self.last.start, self.last.q_len) != (start, q_len):
+            raise RuntimeError(
+                f"layers disagree on the tokens seen ({start} and {self.seen}): a forward pass was interrupted or skipped "
+                "a layer. Call cache.reset() and read the prompt again"
+            )
+        return self.last  # type: ignore[return-value]
+
+    def rebase(self, shift: int) -> Index:
+        """Moves the frame: from now on the model's position is the stream's minus `shift`.
+
+        Returns the slots whose keys the owner must turn for good, by the old shift minus the new: the newest `capacity`
+        tokens, which will not live to be turned many times. Older ones are turned on read, from how they arrived.
+        """
+        move, self.shift = self.shift - shift, shift
+        if self.held == 0 or move == 0:
+            return slice(0, 0)
+        used = slice(0, self.held)
+        young = self.positions[used] >= self.seen - len(self.positions)
+        young &= (self._applied[used] == 0) & (self._moves[used] == 0) & (self._frame[used] == shift + move)
+        chosen = young.nonzero()[:, 0]
+        self._frame[chosen] = shift
+        self._restless = True
+        return _run(chosen)
+
+    def visible(self, q_len: int) -> Bool[Tensor, "q_len kv_len"]:
+        """Which of the held and new tokens each query of a step would see if the step were read token by token.
+
+        Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token by
+        token would move keys or keep other tokens than the step does, so that no mask can make up for it.
+        """
+        single, whole = copy.deepcopy(self), copy.deepcopy(self)
+        dropped = whole.step(self.seen, q_len).dropped
+        held = [slot for slot in range(self.held) if slot != dropped]
+        columns = torch.cat([self.positions[held], torch.arange(self.seen, self.seen + q_len)])
+        rows = []
+        for _ in range(q_len):
+            single.step(single.seen, 1)
+            rows.append(torch.isin(columns, single.positions[: single.held]))
+        if bool(single._moves[: single.held].any()) or not torch.equal(single.kept(), whole.kept()):
+            raise ValueError(
+                f"{self.policy!r} in chunks of {q_len} cannot be read as if token by token: keys would move, or others be "
+                'kept. Use chunk=1, or positions="original" with a policy of positions alone'
+            )
+        return torch.stack(rows)
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.positions = torch.zeros(capacity, dtype=torch.int64)
+        self._moves = torch.zeros_like(self.positions)  # evicted tokens younger than the slot's: its move in the cache
+        self._applied = torch.zeros_like(self.positions)  # by how much the buffer's key is turned now
+        self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
+
+    def _advance(self, q_len: int) -> Step:
+        if q_len < 1:
+            raise ValueError(f"a step needs at least one token, got {q_len}")
+        if self.limit is not None and self.seen - self.shift + q_len >= self.limit:
+            raise ValueError(
+                f"position {self.seen - self.shift + q_len} is beyond {self.limit}, from where this model changes its "
+                "rotary frequencies: use sinkcache.stream, which keeps positions small"
+            )
+        self.resolve(q_len)
+        assert self.capacity is not None
+        dropped = self._weakest() if self.held == self.capacity else None
+        if dropped is not None:
+            self._count(self.positions[dropped : dropped + 1])
+        turns = self._turns(dropped)
+        start, held = self.seen, self.held
+        kept = held - (dropped is not None)
+        if kept + q_len <= self.capacity:
+            first = held if dropped is None else dropped
+            targets, sources, in_place = torch.arange(first, first + q_len), torch.arange(q_len), True
+        else:
+            targets, sources = self._reduce(dropped, q_len)
+            in_place = False
+        self.positions[targets] = start + sources
+        self._applied[targets] = 0
+        self._frame[targets] = self.shift
+        if in_place:
+            self._moves[targets] = 0
+        self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
+        return Step(start, q_len, held, dropped, turns, _run(targets), _run(sources), self.held, in_place)
+
+    def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:
+        entries = Entries(positions[None, None], seen)
+        scores = self.policy.score(entries)
+        if scores.shape != entries.positions.shape:
+            raise ValueError(
+                f"{self.policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: "
+                "return one score for each entry"
+            )
+        return scores
+
+    def _weakest(self) -> int:
+        held = self.positions[: self.held]
+        scores = self._score(held, self.seen)[0, 0]
+        lowest = scores.min()
+        if lowest.isnan():
+            raise ValueError(f"{self.policy!r} scored NaN: scores must be comparable, use -inf for what should go first")
+        return int(held.masked_fill(scores != lowest, self.seen).argmin())  # of equals, the oldest goes
+
+    def _reduce(self, dropped: int | None, q_len: int) -> tuple[Tensor, Tensor]:
+        assert self.capacity is not None
+        stays = torch.ones(self.held, dtype=torch.bool)
+        if dropped is not None:
+            stays[dropped] = False
+        old = stays.nonzero()[:, 0]
+        everyone = torch.cat([self.positions[old], torch.arange(self.seen, self.seen + q_len)])
+        best = keep(self._score(everyone, self.seen + q_len), everyone[None, None], self.capacity)[0, 0]
+        survives = torch.zeros(len(everyone), dtype=torch.bool)
+        survives[best] = True
+        gone = everyone[~survives]
+        free = torch.cat([(~stays).nonzero()[:, 0], old[~survives[: len(old)]], torch.arange(self.held, self.capacity)])
+        targets = free.sort().values
+        sources = survives[len(old) :].nonzero()[:, 0]
+        self._count(gone)
+        if self.in_cache:
+            self._moves[targets] = _younger(gone, self.seen + sources)
+        return targets, sources
+
+    def _count(self, gone: Int[Tensor, " gone"]) -> None:
+        """Books the evicted positions `gone`: each older token moves up by one for each."""
+        if self.in_cache:
+            used = slice(0, self.held)
+            self._moves[used] += _younger(gone, self.positions[used])
+            self._restless = True
+
+    def _turns(self, dropped: int | None) -> Turns | None:
+        if not self._restless:
+            return None
+        self._restless = False
+        used = slice(0, self.held)
+        wanted = self._moves[used] + self._frame[used] - self.shift
+        changed = wanted != self._applied[used]
+        if dropped is not None:
+            changed[dropped] = False
+        slots = changed.nonzero()[:, 0]
+        if len(slots) == 0:
+            return None
+        fresh = slots[self._applied[slots] == 0]
+        moves = wanted[slots]
+        self._applied[slots] = moves
+        alike = moves[:1] if bool((moves == moves[0]).all()) else moves
+        return Turns(_run(slots), _run(fresh) if len(fresh) else None, int(slots[-1]) + 1, alike)
+
+
+def _younger(gone: Int[Tensor, " gone"], positions: Int[Tensor, " kv_len"]) -> Int[Tensor, " kv_len"]:
+    """For each position, how many of `gone` are younger (greater)."""
+    if len(gone) == 1:
+        return (positions < gone).long()
+    return len(gone) - torch.searchsorted(gone.sort().values, positions, right=True)
+
+
+def _run(slots: Int[Tensor, " slots"]) -> Index:
+    """`slots`, ascending, as a slice where they follow one another."""
+    if len(slots) == 0:
+        return slice(0, 0)
+    first, last = int(slots[0]), int(slots[-1])
+    return slice(first, last + 1) if last - first + 1 == len(slots) else slots

@@ -1,0 +1,134 @@
+"""The memory of one layer: two buffers of `capacity` slots, allocated once and written in place.
+
+Slots are in no order: attention over held tokens does not depend on it (keys carry their own position), so a new token
+simply takes the slot of the evicted one. A key stays as it arrived. Where it must be read at another position the
+buffer holds the turned key and `arrived` holds the original, so that no key is ever rounded twice.
+"""
+
+import torch
+from jaxtyping import Complex, Float
+from torch import Tensor
+
+from sinkcache.positions import Rotation
+
+Index = slice | Tensor  # which slots: a run where they are one, else int64 [slots] on the CPU
+
+
+class Store:
+    """Keys `[batch, num_kv_heads, capacity, head_dim]` and values, of which the owner says which slots are in use."""
+
+    def __init__(
+        self,
+        capacity: int,
+        keys: Float[Tensor, "batch num_kv_heads q_len head_dim"],
+        values: Float[Tensor, "batch num_kv_heads q_len value_dim"],
+    ) -> None:
+        with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
+            self.keys = keys.new_empty(*keys.shape[:2], capacity, keys.shape[-1])
+            self.values = values.new_empty(*values.shape[:2], capacity, values.shape[-1])
+        self.arrived: Complex[Tensor, "batch num_kv_heads moved freq"] | None = None
+
+    def read(self, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` slots, without a copy."""
+        if length == self.keys.shape[2]:
+            return self.keys, self.values
+        return self.keys[:, :, :length], self.values[:, :, :length]
+
+    def write(
+        self,
+        slots: Index,
+        keys: Float[Tensor, "batch num_kv_heads written head_dim"],
+        values: Float[Tensor, "batch num_kv_heads written value_dim"],
+    ) -> None:
+        """Overwrites `slots` with as many tokens."""
+        _assign(self.keys, slots, keys)
+        _assign(self.values, slots, values)
+
+    def joined(
+        self,
+        held: int,
+        dropped: int | None,
+        keys: Float[Tensor, "batch num_kv_heads q_len head_dim"],
+        values: Float[Tensor, "batch num_kv_heads q_len value_dim"],
+    ) -> tuple[Tensor, Tensor]:
+        """The first `held` slots but `dropped`, then the new tokens: a copy, unless nothing is held."""
+        if held == 0:
+            return keys, values
+        if dropped is None:
+            runs = (slice(0, held),)
+        else:
+            runs = (slice(0, dropped), slice(dropped + 1, held))
+        return (
+            torch.cat([*(self.keys[:, :, run] for run in runs), keys], dim=2),
+            torch.cat([*(self.values[:, :, run] for run in runs), values], dim=2),
+        )
+
+    def turn(self, slots: Index, fresh: Index | None, top: int, rotation: Rotation, phase: Tensor) -> None:
+        """Rewrites `slots` (all below `top`) as their arrived keys turned by `phase`; `fresh` ones turn for the first time.
+
+        `phase` is complex `[moved or 1, freq]`.
+        """
+        if fresh is not None:
+            self._reserve(top, rotation)
+            assert self.arrived is not None
+            _assign(self.arrived, fresh, rotation.pick(_at(self.keys, fresh)))
+        assert self.arrived is not None
+        turned = _at(self.arrived, slots) * phase
+        if isinstance(slots, slice):
+            rotation.put(self.keys[:, :, slots], turned)
+        else:
+            rows = _at(self.keys, slots)
+            rotation.put(rows, turned)
+            _assign(self.keys, slots, rows)
+
+    def bake(self, slots: Index, rotation: Rotation, phase: Tensor) -> None:
+        """Turns the keys in `slots` for good, rounding them once more."""
+        rows = _at(self.keys, slots).clone()
+        rotation.put(rows, rotation.pick(rows) * phase)
+        _assign(self.keys, slots, rows)
+
+    def as_arrived(
+        self, length: int, turned: Index, rotation: Rotation | None
+    ) -> Float[Tensor, "batch num_kv_heads kv_len head_dim"]:
+        """A copy of the keys in the first `length` slots, the `turned` ones turned back exactly."""
+        keys = self.keys[:, :, :length].clone()
+        if rotation is not None and self.arrived is not None:
+            rows = _at(keys, turned).clone()
+            rotation.put(rows, _at(self.arrived, turned))
+            _assign(keys, turned, rows)
+        return keys
+
+    def rows(self, chosen: Tensor) -> None:
+        """Keeps the batch rows `chosen` (int64 `[batch]`, repeats allowed), in that order; frees the others."""
+        self.keys = self.keys.index_select(0, chosen.to(self.keys.device))
+        self.values = self.values.index_select(0, chosen.to(self.values.device))
+        if self.arrived is not None:
+            self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor this store keeps alive."""
+        return [tensor for tensor in (self.keys, self.values, self.arrived) if tensor is not None]
+
+    def _reserve(self, top: int, rotation: Rotation) -> None:
+        have = 0 if self.arrived is None else self.arrived.shape[2]
+        if have >= top:
+            return
+        wide = torch.promote_types(self.keys.dtype, torch.float32) == torch.float64
+        dtype = torch.complex128 if wide else torch.complex64
+        shape = (*self.keys.shape[:2], top, rotation.inv_freq.shape[0])
+        with torch.inference_mode(False):
+            grown = torch.zeros(shape, dtype=dtype, device=self.keys.device)
+        if self.arrived is not None:
+            grown[:, :, :have] = self.arrived
+        self.arrived = grown
+
+
+def _at(buffer: Tensor, slots: Index) -> Tensor:
+    return buffer[:, :, slots] if isinstance(slots, slice) else buffer.index_select(2, slots.to(buffer.device))
+
+
+def _assign(buffer: Tensor, slots: Index, rows: Tensor) -> None:
+    if isinstance(slots, slice):
+        buffer[:, :, slots].copy_(rows)
+    else:
+        buffer.index_copy_(2, slots.to(buffer.device), rows)

@@ -1,0 +1,145 @@
+"""Reading prompts and streams of any length in bounded memory.
+
+Both read in chunks, each of which attends to what the cache holds and to its own past. `stream` also re-bases positions:
+before the model's own would pass `rebase_at` they start again from 0 and the stored keys are moved to fit, so that
+float32 angles are as exact after four million tokens as after a thousand.
+
+Ctrl-C takes effect between steps, never within one, so that all layers of the cache hold the same tokens.
+"""
+
+import inspect
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import Cache
+
+from sinkcache.cache import SinkCache
+from sinkcache.guard import guard
+from sinkcache.probe import cache_argument
+
+_REBASE_AT = 32_768  # tokens; float32 angles are off by 2e-4 there, 2.5e-2 at four million
+
+
+def prefill(
+    model: nn.Module,
+    cache: SinkCache,
+    input_ids: Int[Tensor, "batch q_len"],
+    chunk: int = 512,
+    attention_mask: Int[Tensor, "batch kv_len"] | None = None,
+) -> Float[Tensor, "batch vocab"]:
+    """Reads a prompt into `cache`, `chunk` tokens at a time; returns the logits after its last token.
+
+    Positions stay those of the stream, so that `model.generate` can go on from here. `attention_mask` covers the tokens
+    seen and the new ones. Raises ValueError if the prompt is empty, `chunk` is below 1, or rows are padded.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}")
+    _check_chunk(chunk)
+    guard(model)
+    cache.slots.resolve(input_ids.shape[1])
+    start = cache.seen
+    if attention_mask is not None:
+        cache.begin_step(input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
+    logits = None
+    for piece in input_ids.split(chunk, dim=1):
+        mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
+        logits = step(model, cache, piece, attention_mask=mask, last_only=True)
+    assert logits is not None and cache.seen == start + input_ids.shape[1]
+    return logits[:, -1]
+
+
+def stream(
+    model: nn.Module,
+    cache: SinkCache,
+    tokens: Iterable[int | Tensor],
+    chunk: int = 1,
+    rebase_at: int | None = None,
+) -> Iterator[Float[Tensor, "batch vocab"]]:
+    """Yields the logits after each token of an endless iterable, in constant memory and time per token.
+
+    `tokens` are ids, or int64 `[batch]` tensors of one id per row; they are taken `chunk` at a time, and with `chunk=1`
+    each is taken only after the logits of the one before were yielded, so an iterable may sample from them. `rebase_at`:
+    positions the model is given stay below it; by default 32,768 or the trained length, whichever is less. Raises
+    ValueError if `chunk` is below 1 or above `rebase_at`.
+    """
+    _check_chunk(chunk)
+    config = cast(Any, model).config.get_text_config(decoder=True)
+    trained = getattr(config, "max_position_embeddings", None) or _REBASE_AT
+    limit = cache.slots.limit
+    rebase_at = rebase_at or (min(_REBASE_AT, trained) if limit is None else limit - 1)
+    if chunk > rebase_at:
+        raise ValueError(f"chunk must not exceed rebase_at, got chunk={chunk} with rebase_at={rebase_at}: use smaller chunks")
+    guard(model)
+    return _stream(model, cache, iter(tokens), chunk, rebase_at)
+
+
+def _stream(
+    model: nn.Module, cache: SinkCache, tokens: Iterator[int | Tensor], chunk: int, rebase_at: int
+) -> Iterator[Tensor]:
+    device = cast(Any, model).get_input_embeddings().weight.device
+    while piece := list(islice(tokens, chunk)):
+        columns = [torch.as_tensor(token, device=device).reshape(-1) for token in piece]
+        input_ids = torch.stack(columns, dim=1)
+        if cache.seen - cache.slots.shift + len(piece) > rebase_at:
+            cache.rebase(cache.seen)
+        first = cache.seen - cache.slots.shift
+        positions = torch.arange(first, first + len(piece), device=device)[None].expand(input_ids.shape[0], -1)
+        logits = step(model, cache, input_ids, position_ids=positions)
+        yield from logits.unbind(dim=1)
+
+
+def step(
+    model: nn.Module,
+    cache: Cache,
+    input_ids: Int[Tensor, "batch q_len"],
+    attention_mask: Tensor | None = None,
+    position_ids: Int[Tensor, "batch q_len"] | None = None,
+    last_only: bool = False,
+) -> Float[Tensor, "batch out_len vocab"]:
+    """One pass over `input_ids` with any transformers cache; Ctrl-C waits for its end. Logits, of the last token alone
+    where the model can do so and `last_only` asks for it."""
+    extra: dict[str, Any] = {cache_argument(model): cache}
+    if last_only and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        extra["logits_to_keep"] = 1
+    if position_ids is not None:
+        extra["position_ids"] = position_ids
+    if attention_mask is not None:
+        extra["attention_mask"] = attention_mask
+    with torch.no_grad(), _uninterrupted():
+        return model(input_ids=input_ids, use_cache=True, **extra).logits
+
+
+def _check_chunk(chunk: int) -> None:
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
+
+
+@contextmanager
+def _uninterrupted():
+    """Holds back a KeyboardInterrupt until the block ends; a second one is not held back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    caught = []
+
+    def hold(number: int, frame: Any) -> None:
+        if caught:
+            signal.signal(signal.SIGINT, before)
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt
