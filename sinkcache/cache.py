@@ -1,7 +1,6 @@
 """`SinkCache`: a transformers cache that holds at most `budget` tokens a layer, chosen by an eviction policy."""
 
-from typing import Any, Literal, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 from jaxtyping import Int
@@ -14,26 +13,22 @@ from sinkcache.layer import SinkLayer
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
 from sinkcache.positions import Rotation
-from sinkcache.probe import probe
 from sinkcache.slots import Slots
-
-Positions = Literal["cache", "original"]
-
-_PROBED: WeakKeyDictionary[nn.Module, tuple[Any, list[Rotation | None | str]]] = WeakKeyDictionary()
+from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of
 
 
 class SinkCache(Cache, Guarded):
     """Holds at most `budget` tokens in each full-attention layer of `model`; pass it to `model.generate(cache=...)`.
 
-    It bounds memory and keeps generation fluent past the trained length; it does not extend what the model remembers: an
-    evicted token is gone. Sliding-window and linear-attention layers keep their native cache.
+    It bounds memory and keeps generation fluent past the trained length; it does not extend what the model remembers:
+    an evicted token is gone. Sliding-window and linear-attention layers keep their native cache.
 
-    `model`: a causal LM, which is probed (three short passes) and announces its passes to the cache from then on; or its
-    config, where `positions` is "original" and nothing can be probed or watched. `budget`: tokens a layer holds, sinks
-    and the newest token included; or a share in (0, 1] of the prompt, settled by the first step (or by `prefill`, which
-    knows the whole prompt); or a list of one number for each bounded layer, which must be equal for now. `positions`:
-    "cache" (positions inside the cache, as in StreamingLLM), "original" (those of the stream), or None for the policy's
-    own.
+    `model`: a causal LM, which is probed (three short passes) and announces its passes to the cache from then on; or
+    its config, where `positions` is "original" and nothing can be probed or watched. `budget`: tokens a layer holds,
+    sinks and the newest token included; or a share in (0, 1] of the prompt, settled by the first step (or by `prefill`,
+    which knows the whole prompt); or a list of one number for each bounded layer, which must be equal for now.
+    `positions`: "cache" (positions inside the cache, as in StreamingLLM), "original" (those of the stream), or None for
+    the policy's own.
 
     Raises TypeError for arguments of another kind, ValueError for values out of range and for models that cannot be
     bounded exactly, each with its reason.
@@ -48,43 +43,28 @@ class SinkCache(Cache, Guarded):
     ) -> None:
         if not isinstance(policy, Policy):
             raise TypeError(f"policy must be a Policy object such as StreamingLLM(num_sinks=4), got {policy!r}")
-        positions = cast(Positions, policy.convention) if positions is None else positions
-        if positions not in ("cache", "original"):
-            raise ValueError(f'positions must be "cache" or "original", got {positions!r}')
-        if isinstance(model, nn.Module):
-            config = _config(model)
-        elif not isinstance(model, PreTrainedConfig):
-            raise TypeError(f"model must be a causal LM or its config, got {type(model).__name__}")
-        elif positions == "cache":
-            raise TypeError(
-                'positions="cache" needs the model and not its config: how its keys rotate is found by running it. Pass '
-                'the model, or positions="original"'
-            )
-        else:
-            config = model
-        if config.is_encoder_decoder:
-            raise ValueError(f"{type(config).__name__} is an encoder-decoder: SinkCache serves decoder-only models")
-        config = config.get_text_config(decoder=True)
-        limit = _frequency_limit(config, positions)
+        chosen = cast(Positions, policy.convention if positions is None else positions)
+        if chosen not in ("cache", "original"):
+            raise ValueError(f'positions must be "cache" or "original", got {chosen!r}')
+        config = decoder_config(model, chosen)
+        limit = frequency_limit(config, chosen)
         layers = DynamicCache(config=config).layers
         bounded = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
         if not bounded:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(f"{type(config).__name__} has no full-attention layer to bound: all are {kinds or 'unknown'}")
+            raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {kinds or 'unknown'}")
         asked = _budget(budget, len(bounded))
         if isinstance(asked, int):
             policy.check(asked)
-        self.rotations = _rotations(model) if isinstance(model, nn.Module) else [None] * len(layers)
-        if positions == "cache":
-            for index in bounded:
-                if isinstance(self.rotations[index], str):
-                    raise ValueError(f'positions="cache" cannot be had: {self.rotations[index]}. Use positions="original"')
-        self.policy, self.positions = policy, positions
-        self.slots = Slots(policy, asked, positions == "cache", limit)
         self._watched = isinstance(model, nn.Module)
+        self.rotations = rotations_of(model) if isinstance(model, nn.Module) else [None] * len(layers)
+        self.policy, self.positions = policy, chosen
+        self.slots = Slots(policy, asked, chosen == "cache", limit)
         self._before: int | None = None
         for index in bounded:
             rotation = self.rotations[index]
+            if isinstance(rotation, str) and chosen == "cache":
+                raise ValueError(f'positions="cache" cannot be had: {rotation}. Use positions="original"')
             layers[index] = SinkLayer(self.slots, rotation if isinstance(rotation, Rotation) else None)
         super().__init__(layers=layers)
         if isinstance(model, nn.Module):
@@ -133,19 +113,19 @@ class SinkCache(Cache, Guarded):
         move = self.slots.shift - shift
         baked = self.slots.rebase(shift)
         for layer, rotation in zip(self.layers, self.rotations, strict=True):
-            if not isinstance(rotation, Rotation) or getattr(layer, "keys", None) is None or move == 0:
+            keys = getattr(layer, "keys", None)
+            if not isinstance(rotation, Rotation) or keys is None or move == 0:
                 continue
-            keys = cast(Tensor, layer.keys)
             phase = rotation.phase(torch.tensor([move]), keys)
-            if not isinstance(layer, SinkLayer):  # a native window: every key it holds is young
-                layer.keys = keys.clone()
-                rotation.put(layer.keys, rotation.pick(keys) * phase)
-            elif layer.store is not None:
+            if isinstance(layer, SinkLayer):
+                assert layer.store is not None
                 layer.store.bake(baked, rotation, phase)
+            else:  # a native window: every key it holds is young
+                rotation.put(keys, rotation.pick(keys) * phase)
 
     def describe(self) -> str:
         """A table: layer, kind, policy, budget, kept, evicted, bytes."""
-        rows = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
+        rows: list[tuple[str, ...]] = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
         for index, layer in enumerate(self.layers):
             held = str(sum(tensor.untyped_storage().nbytes() for tensor in _tensors(layer)))
             if isinstance(layer, SinkLayer):
@@ -160,10 +140,9 @@ class SinkCache(Cache, Guarded):
 
     def begin_step(self, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
         """Raises ValueError for padding, masks and positions the cache cannot serve, RuntimeError if it is torn."""
-        apart = [index for index, layer in enumerate(self.layers) if self._seen(layer) not in (None, self.seen)]
-        if apart:
+        if apart := self._apart():
             raise RuntimeError(
-                f"layers {apart} hold another number of tokens than the {self.seen} seen: a forward pass was interrupted. "
+                f"layers {apart} have not seen {self.seen} tokens as the others have: a forward pass was interrupted. "
                 "Call cache.reset() and read the prompt again"
             )
         self._check_mask(q_len, attention_mask)
@@ -172,11 +151,11 @@ class SinkCache(Cache, Guarded):
 
     def end_step(self) -> None:
         """Raises RuntimeError if some layer did not store its tokens here."""
-        apart = [index for index, layer in enumerate(self.layers) if self._seen(layer) not in (None, self.seen)]
+        apart = self._apart()
         if self.seen == self._before or apart:
             raise RuntimeError(
-                f"the model did not store its tokens in layers {apart or 'of this cache'}: it bypassed the SinkCache it was "
-                "given, so what it computed is not bounded. Report the model; do not trust this output"
+                f"the model did not store its tokens in layers {apart or 'of this cache'}: it bypassed the SinkCache "
+                "it was given, so what it computed is not bounded. Report the model; do not trust this output"
             )
         self._before = None
 
@@ -192,18 +171,18 @@ class SinkCache(Cache, Guarded):
         if mask.ndim == 2:
             if mask.shape[1] != self.seen + q_len:
                 raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {self.seen} and {q_len} are new: "
-                    f"pass a mask of width {self.seen + q_len}, or none"
+                    f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {self.seen} and {q_len} are "
+                    f"new: pass a mask of width {self.seen + q_len}, or none"
                 )
             if (q_len > 1 or self.seen == 0) and not bool(mask.bool().all()):
                 raise ValueError(
-                    f"attention_mask hides {int((~mask.bool()).sum())} tokens: padded batches are not supported yet. Run "
-                    "rows of different lengths one by one"
+                    f"attention_mask hides {int((~mask.bool()).sum())} tokens: padded batches are not supported yet. "
+                    "Run rows of different lengths one by one"
                 )
         elif mask.ndim == 4 and mask.shape[-1] != self.slots.kept_before() + q_len:
             raise ValueError(
-                f"attention_mask is {mask.shape[-1]} keys wide, but {self.slots.kept_before() + q_len} will be attended to: "
-                "the tokens held before the step, then the step's own"
+                f"attention_mask is {mask.shape[-1]} keys wide, but {self.slots.kept_before() + q_len} will be "
+                "attended to: the tokens held before the step, then the step's own"
             )
 
     def _check_positions(self, q_len: int, position_ids: Tensor | None) -> None:
@@ -217,56 +196,16 @@ class SinkCache(Cache, Guarded):
         expected = torch.arange(first, first + q_len, device=position_ids.device)
         if not bool((position_ids == expected).all()):
             raise ValueError(
-                f"position_ids are not {q_len} positions in a row from {first}, the same in each row: padded batches and "
-                "packed sequences are not supported yet. Run rows one by one"
+                f"position_ids are not {q_len} positions in a row from {first}, the same in each row: padded batches "
+                "and packed sequences are not supported yet. Run rows one by one"
             )
         if self.seen - first != self.slots.shift:
             self.rebase(self.seen - first)
 
-    @staticmethod
-    def _seen(layer: Any) -> int | None:
-        return layer.seen if isinstance(layer, SinkLayer) else None
-
-
-def _config(model: nn.Module) -> PreTrainedConfig:
-    config = getattr(model, "config", None)
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"model must be a causal LM or its config, got {type(model).__name__}")
-    implementation = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
-    if implementation is not None:
-        raise ValueError(
-            f"model.generation_config.cache_implementation is {implementation!r}, which generate refuses together with a "
-            "cache: set it to None"
-        )
-    return config
-
-
-def _rotations(model: nn.Module) -> list[Rotation | None | str]:
-    weight = cast(Any, model).get_input_embeddings().weight
-    state = (weight.dtype, weight.device)  # casting a model casts its frequencies
-    if model not in _PROBED or _PROBED[model][0] != state:
-        _PROBED[model] = (state, probe(model))
-    return list(_PROBED[model][1])
-
-
-def _frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | None:
-    """The position from which the model rotates with other frequencies, None if it never does."""
-    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    kinds = {each.get("rope_type", each.get("type")) for each in (parameters, *nested)}
-    if "longrope" in kinds:
-        raise ValueError(
-            "rope_type is longrope: the model changes its frequencies, and transformers drops the caller's cache, past the "
-            "original length. Not supported"
-        )
-    if "dynamic" not in kinds:
-        return None
-    if positions == "original":
-        raise ValueError(
-            'rope_type is dynamic: keys rotated past the trained length no longer fit earlier ones. Use positions="cache" '
-            "with sinkcache.stream, which keeps positions below it"
-        )
-    return cast(int, config.max_position_embeddings)
+    def _apart(self) -> list[int]:
+        """The bounded layers that have not seen what the others have."""
+        bounded = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, SinkLayer))
+        return [index for index, layer in bounded if layer.seen != self.seen]
 
 
 def _budget(budget: Any, layers: int) -> int | float:
@@ -279,7 +218,7 @@ def _budget(budget: Any, layers: int) -> int | float:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"budget must be tokens (a whole number) or a share of the prompt (a float), got {budget!r}")
     if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"a budget that is a share of the prompt must be in (0, 1], got {budget}: for tokens give an int")
+        raise ValueError(f"a budget as a share of the prompt must be in (0, 1], got {budget}: for tokens give an int")
     if isinstance(budget, int) and budget < 1:
         raise ValueError(f"budget must be at least 1 token, got {budget}")
     return budget

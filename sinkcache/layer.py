@@ -31,8 +31,8 @@ class SinkLayer(CacheLayerMixin):
 
     @keys.setter
     def keys(self, buffer: Tensor | None) -> None:
-        if self.store is not None and buffer is not None:
-            self.store.keys = buffer
+        if buffer is not None:
+            raise AttributeError("a SinkLayer's buffers cannot be replaced: offloading it is not supported")
 
     @property
     def values(self) -> Tensor | None:
@@ -41,8 +41,8 @@ class SinkLayer(CacheLayerMixin):
 
     @values.setter
     def values(self, buffer: Tensor | None) -> None:
-        if self.store is not None and buffer is not None:
-            self.store.values = buffer
+        if buffer is not None:
+            raise AttributeError("a SinkLayer's buffers cannot be replaced: offloading it is not supported")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers; the budget must be settled."""
@@ -133,6 +133,6 @@ class SinkLayer(CacheLayerMixin):
         """Raises NotImplementedError unless nothing is to be removed: an evicted token cannot come back."""
         if tokens_to_remove != 0:
             raise NotImplementedError(
-                f"a SinkCache cannot take back {abs(tokens_to_remove)} tokens: what they evicted is gone. Use copy.deepcopy "
-                "before the tokens you may want to undo; assisted decoding is not supported"
+                f"a SinkCache cannot take back {abs(tokens_to_remove)} tokens: what they evicted is gone. Use "
+                "copy.deepcopy before the tokens you may want to undo; assisted decoding is not supported"
             )

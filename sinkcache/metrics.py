@@ -1,12 +1,12 @@
 """Perplexity of a stream under a bounded cache, each token scored once.
 
-The logits after the last token of a chunk score the first token of the next, so no token is skipped or scored twice at a
-chunk's edge, and the mean is over tokens, not over chunks. The first token has nothing before it: it is scored only
+The logits after the last token of a chunk score the first token of the next, so no token is skipped or scored twice at
+a chunk's edge, and the mean is over tokens, not over chunks. The first token has nothing before it: it is scored only
 where a BOS token is put in front, which is then counted as context and recorded in the result.
 
 What a token sees depends on how it is read. `attend="held"` is what the cache does in use: a chunk of q sees at most
-`budget - 1 + q` tokens. `attend="token"` masks the chunk so that each token sees what it would have seen read on its own,
-exactly; the figure then does not depend on the chunk.
+`budget - 1 + q` tokens. `attend="token"` masks the chunk so that each token sees what it would have seen read on its
+own, exactly; the figure then does not depend on the chunk.
 """
 
 import math
@@ -67,7 +67,8 @@ class Perplexity:
     def curve(self) -> list[tuple[int, float]]:
         """(end of the stretch in tokens, perplexity within it), in order."""
         return [
-            ((index + 1) * self.bucket, math.exp(total / count)) for index, (count, total) in sorted(self.buckets.items())
+            ((index + 1) * self.bucket, math.exp(total / count))
+            for index, (count, total) in sorted(self.buckets.items())
         ]
 
 
@@ -139,9 +140,13 @@ def _score(
 def _check_token(model: nn.Module, cache: Cache) -> None:
     implementation = str(getattr(cast(Any, model).config, "_attn_implementation", None))
     if not isinstance(cache, SinkCache) or not all(isinstance(layer, SinkLayer) for layer in cache.layers):
-        raise ValueError(f'attend="token" needs a SinkCache that bounds every layer, got {type(cache).__name__}: use "held"')
+        raise ValueError(
+            f'attend="token" needs a SinkCache that bounds every layer, got {type(cache).__name__}: use "held"'
+        )
     if implementation not in ("sdpa", "eager"):
-        raise ValueError(f'attend="token" needs a mask, which {implementation} attention does not take: use sdpa or chunk=1')
+        raise ValueError(
+            f'attend="token" needs a mask, which {implementation} attention does not take: use sdpa or chunk=1'
+        )
 
 
 def _token_mask(model: nn.Module, cache: SinkCache, q_len: int) -> Float[Tensor, "1 1 q_len kv_len"] | None:
@@ -158,9 +163,9 @@ def recompute(
 ) -> Iterator[Scored]:
     """The window read anew for each token, without a cache: StreamingLLM's baseline, exact and slow.
 
-    Each query sees the newest `budget` tokens, itself included, at positions from 0. Tokens within the first window come
-    from one pass; of the later ones every `every`-th is scored, `batch` windows at a time. Raises ValueError if `budget`,
-    `every` or `batch` is below 1 or there are fewer than two tokens.
+    Each query sees the newest `budget` tokens, itself included, at positions from 0. Tokens within the first window
+    come from one pass; of the later ones every `every`-th is scored, `batch` windows at a time. Raises ValueError if
+    `budget`, `every` or `batch` is below 1 or there are fewer than two tokens.
     """
     for name, value in (("budget", budget), ("every", every), ("batch", batch)):
         if value < 1:
@@ -190,8 +195,8 @@ def _recompute(model: nn.Module, input_ids: Tensor, budget: int, every: int, bat
 def reread(model: nn.Module, input_ids: Int[Tensor, "1 kv_len"], budget: int, every: int) -> Iterator[Scored]:
     """The window read anew every `every` tokens, without a cache in between: the cheap form of `recompute`.
 
-    Each stretch of `every` tokens is read in one pass behind the `budget - 1` tokens before it, at positions from 0, so a
-    query sees between `budget` and `budget - 1 + every` tokens. Raises ValueError as `recompute` does.
+    Each stretch of `every` tokens is read in one pass behind the `budget - 1` tokens before it, at positions from 0, so
+    a query sees between `budget` and `budget - 1 + every` tokens. Raises ValueError as `recompute` does.
     """
     for name, value in (("budget", budget), ("every", every)):
         if value < 1:

@@ -32,26 +32,25 @@ class Rotation:
         """How many channels of a key turn."""
         return 2 * self.inv_freq.shape[0]
 
+    def pairs(self, keys: Float[Tensor, "*dims head_dim"]) -> Float[Tensor, "*dims freq 2"]:
+        """The turning channels, pair by pair; a view, writing to it writes to `keys`."""
+        half = self.inv_freq.shape[0]
+        turning = keys[..., : 2 * half]
+        if self.layout == "half":
+            return turning.unflatten(-1, (2, half)).transpose(-1, -2)
+        return turning.unflatten(-1, (half, 2))
+
     def pick(self, keys: Float[Tensor, "*dims head_dim"]) -> Complex[Tensor, "*dims freq"]:
         """The turning channels as complex numbers, in float32 at least; a copy."""
-        first, second = self._halves(keys)
-        real = torch.promote_types(keys.dtype, torch.float32)
-        return torch.complex(first.to(real), second.to(real))
+        wide = torch.promote_types(keys.dtype, torch.float32)
+        return torch.complex(*self.pairs(keys).to(wide).unbind(-1))
 
     def put(self, keys: Float[Tensor, "*dims head_dim"], turned: Complex[Tensor, "*dims freq"]) -> None:
         """Writes `turned` into the turning channels of `keys`, in the dtype of `keys`."""
-        first, second = self._halves(keys)
-        first.copy_(turned.real)
-        second.copy_(turned.imag)
+        self.pairs(keys).copy_(torch.view_as_real(turned))
 
     def phase(self, moves: Int[Tensor, " moved"], like: Tensor) -> Complex[Tensor, "moved freq"]:
         """`exp(i * move * inv_freq)`, angles in float64, on the device of `like` and as wide as it needs."""
         angles = moves.double().to(like.device)[:, None] * self.inv_freq.to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32) == torch.float64
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
-
-    def _halves(self, keys: Float[Tensor, "*dims head_dim"]) -> tuple[Tensor, Tensor]:
-        half = self.inv_freq.shape[0]
-        if self.layout == "half":
-            return keys[..., :half], keys[..., half : 2 * half]
-        return keys[..., 0 : 2 * half : 2], keys[..., 1 : 2 * half : 2]

@@ -2,9 +2,9 @@
 
 A model reads one token at three positions, as three rows of a batch. A single token attends to itself alone, so no
 hidden state depends on the position, and the keys of a layer differ by its rotation and nothing else. Candidates are
-the frequencies the model itself holds (`*inv_freq` buffers) in both pairings of channels. Then nine tokens are read with
-the cached ones in another order: a model whose logits change looks at the order of its cache and not at positions in
-the keys (ALiBi, for one), which an evicting cache cannot serve.
+the frequencies the model itself holds (`*inv_freq` buffers) in both pairings of channels. Then nine tokens are read
+with the cached ones in another order: a model whose logits change looks at the order of its cache and not at positions
+in the keys (ALiBi, for one), which an evicting cache cannot serve.
 """
 
 import copy
@@ -28,7 +28,7 @@ def cache_argument(model: nn.Module) -> str:
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
-def probe(model: nn.Module) -> list[Rotation | None | str]:
+def probe(model: nn.Module) -> list[Rotation | str | None]:
     """Per layer of the model's cache: its rotation, None if its keys carry no position, or why neither is known.
 
     Runs the model three times on a few tokens. Raises ValueError if the model takes no position_ids, is not in memory,
@@ -36,19 +36,21 @@ def probe(model: nn.Module) -> list[Rotation | None | str]:
     """
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"{type(model).__name__} takes no position_ids, so its positions cannot be told: SinkCache needs rotary or no "
-            "position embeddings"
+            f"{type(model).__name__} takes no position_ids, so its positions cannot be told: SinkCache needs rotary or "
+            "no position embeddings"
         )
     weight = cast(Any, model).get_input_embeddings().weight
     if weight.device.type == "meta":
-        raise ValueError(f"{type(model).__name__} is on the meta device: load its weights before you attach a SinkCache")
+        raise ValueError(
+            f"{type(model).__name__} is on the meta device: load its weights before you attach a SinkCache"
+        )
     with _evaluating(model):
         rotations = _rotations(model, weight)
         _check_order(model, weight)
     return rotations
 
 
-def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | None | str]:
+def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | str | None]:
     config = cast(Any, model).config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or _FAR + 1
     where = torch.tensor([0, 1, min(_FAR, longest - 1)], device=weight.device)
@@ -61,7 +63,7 @@ def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | None | str]:
         if name.endswith("inv_freq") and "original" not in name
     ]
     found: list[Rotation | None] = []
-    result: list[Rotation | None | str] = []
+    result: list[Rotation | str | None] = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4:
@@ -79,7 +81,7 @@ def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | None | str]:
 
 def _explain(
     keys: Tensor, values: Tensor, where: Tensor, frequencies: list[Tensor], dtype: torch.dtype
-) -> Rotation | None | str:
+) -> Rotation | str | None:
     tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
     keys, values = keys.double().cpu(), values.double().cpu()
     if _distance(values, values[:1]) > tolerance:

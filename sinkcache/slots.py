@@ -107,8 +107,8 @@ class Slots:
             self.last = self._advance(q_len)
         elif self.last is None or (self.last.start, self.last.q_len) != (start, q_len):
             raise RuntimeError(
-                f"layers disagree on the tokens seen ({start} and {self.seen}): a forward pass was interrupted or skipped "
-                "a layer. Call cache.reset() and read the prompt again"
+                f"layers disagree on the tokens seen ({start} and {self.seen}): a forward pass was interrupted or "
+                "skipped a layer. Call cache.reset() and read the prompt again"
             )
         return self.last  # type: ignore[return-value]
 
@@ -132,8 +132,8 @@ class Slots:
     def visible(self, q_len: int) -> Bool[Tensor, "q_len kv_len"]:
         """Which of the held and new tokens each query of a step would see if the step were read token by token.
 
-        Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token by
-        token would move keys or keep other tokens than the step does, so that no mask can make up for it.
+        Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token
+        by token would move keys or keep other tokens than the step does, so that no mask can make up for it.
         """
         single, whole = copy.deepcopy(self), copy.deepcopy(self)
         dropped = whole.step(self.seen, q_len).dropped
@@ -145,8 +145,8 @@ class Slots:
             rows.append(torch.isin(columns, single.positions[: single.held]))
         if bool(single._moves[: single.held].any()) or not torch.equal(single.kept(), whole.kept()):
             raise ValueError(
-                f"{self.policy!r} in chunks of {q_len} cannot be read as if token by token: keys would move, or others be "
-                'kept. Use chunk=1, or positions="original" with a policy of positions alone'
+                f"{self.policy!r} in chunks of {q_len} cannot be read as if token by token: keys would move, or others "
+                'be kept. Use chunk=1, or positions="original" with a policy of positions alone'
             )
         return torch.stack(rows)
 
@@ -202,7 +202,7 @@ class Slots:
         scores = self._score(held, self.seen)[0, 0]
         lowest = scores.min()
         if lowest.isnan():
-            raise ValueError(f"{self.policy!r} scored NaN: scores must be comparable, use -inf for what should go first")
+            raise ValueError(f"{self.policy!r} scored NaN: scores must be comparable, use -inf for what goes first")
         return int(held.masked_fill(scores != lowest, self.seen).argmin())  # of equals, the oldest goes
 
     def _reduce(self, dropped: int | None, q_len: int) -> tuple[Tensor, Tensor]:
@@ -216,7 +216,8 @@ class Slots:
         survives = torch.zeros(len(everyone), dtype=torch.bool)
         survives[best] = True
         gone = everyone[~survives]
-        free = torch.cat([(~stays).nonzero()[:, 0], old[~survives[: len(old)]], torch.arange(self.held, self.capacity)])
+        unused = torch.arange(self.held, self.capacity)
+        free = torch.cat([(~stays).nonzero()[:, 0], old[~survives[: len(old)]], unused])
         targets = free.sort().values
         sources = survives[len(old) :].nonzero()[:, 0]
         self._count(gone)

@@ -27,6 +27,7 @@ class Store:
             self.keys = keys.new_empty(*keys.shape[:2], capacity, keys.shape[-1])
             self.values = values.new_empty(*values.shape[:2], capacity, values.shape[-1])
         self.arrived: Complex[Tensor, "batch num_kv_heads moved freq"] | None = None
+        self._turning: tuple[slice, Tensor, Tensor] | None = None  # a run of slots that turns each step: from, to
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` slots, without a copy."""
@@ -54,31 +55,29 @@ class Store:
         """The first `held` slots but `dropped`, then the new tokens: a copy, unless nothing is held."""
         if held == 0:
             return keys, values
-        if dropped is None:
-            runs = (slice(0, held),)
-        else:
-            runs = (slice(0, dropped), slice(dropped + 1, held))
+        runs = (slice(0, held),) if dropped is None else (slice(0, dropped), slice(dropped + 1, held))
         return (
             torch.cat([*(self.keys[:, :, run] for run in runs), keys], dim=2),
             torch.cat([*(self.values[:, :, run] for run in runs), values], dim=2),
         )
 
     def turn(self, slots: Index, fresh: Index | None, top: int, rotation: Rotation, phase: Tensor) -> None:
-        """Rewrites `slots` (all below `top`) as their arrived keys turned by `phase`; `fresh` ones turn for the first time.
+        """Rewrites `slots` (all below `top`) as their arrived keys turned by `phase`, complex `[moved or 1, freq]`.
 
-        `phase` is complex `[moved or 1, freq]`.
+        `fresh` slots turn for the first time: their keys are put aside as they arrived.
         """
         if fresh is not None:
             self._reserve(top, rotation)
             assert self.arrived is not None
             _assign(self.arrived, fresh, rotation.pick(_at(self.keys, fresh)))
         assert self.arrived is not None
-        turned = _at(self.arrived, slots) * phase
         if isinstance(slots, slice):
-            rotation.put(self.keys[:, :, slots], turned)
+            if self._turning is None or self._turning[0] != slots:
+                self._turning = (slots, self.arrived[:, :, slots], rotation.pairs(self.keys[:, :, slots]))
+            self._turning[2].copy_(torch.view_as_real(self._turning[1] * phase))
         else:
             rows = _at(self.keys, slots)
-            rotation.put(rows, turned)
+            rotation.put(rows, _at(self.arrived, slots) * phase)
             _assign(self.keys, slots, rows)
 
     def bake(self, slots: Index, rotation: Rotation, phase: Tensor) -> None:
@@ -104,6 +103,7 @@ class Store:
         self.values = self.values.index_select(0, chosen.to(self.values.device))
         if self.arrived is not None:
             self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
+        self._turning = None
 
     def tensors(self) -> list[Tensor]:
         """Every tensor this store keeps alive."""
@@ -120,7 +120,7 @@ class Store:
             grown = torch.zeros(shape, dtype=dtype, device=self.keys.device)
         if self.arrived is not None:
             grown[:, :, :have] = self.arrived
-        self.arrived = grown
+        self.arrived, self._turning = grown, None
 
 
 def _at(buffer: Tensor, slots: Index) -> Tensor:

@@ -1,8 +1,8 @@
 """Reading prompts and streams of any length in bounded memory.
 
-Both read in chunks, each of which attends to what the cache holds and to its own past. `stream` also re-bases positions:
-before the model's own would pass `rebase_at` they start again from 0 and the stored keys are moved to fit, so that
-float32 angles are as exact after four million tokens as after a thousand.
+Both read in chunks, each of which attends to what the cache holds and to its own past. `stream` also re-bases
+positions: before the model's own would pass `rebase_at` they start again from 0 and the stored keys are moved to fit,
+so that float32 angles are as exact after four million tokens as after a thousand.
 
 Ctrl-C takes effect between steps, never within one, so that all layers of the cache hold the same tokens.
 """
@@ -40,18 +40,17 @@ def prefill(
     seen and the new ones. Raises ValueError if the prompt is empty, `chunk` is below 1, or rows are padded.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [batch, tokens] with at least one token, got shape {tuple(input_ids.shape)}")
+        raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     _check_chunk(chunk)
     guard(model)
     cache.slots.resolve(input_ids.shape[1])
-    start = cache.seen
     if attention_mask is not None:
         cache.begin_step(input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
     logits = None
     for piece in input_ids.split(chunk, dim=1):
         mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
         logits = step(model, cache, piece, attention_mask=mask, last_only=True)
-    assert logits is not None and cache.seen == start + input_ids.shape[1]
+    assert logits is not None
     return logits[:, -1]
 
 
@@ -65,9 +64,9 @@ def stream(
     """Yields the logits after each token of an endless iterable, in constant memory and time per token.
 
     `tokens` are ids, or int64 `[batch]` tensors of one id per row; they are taken `chunk` at a time, and with `chunk=1`
-    each is taken only after the logits of the one before were yielded, so an iterable may sample from them. `rebase_at`:
-    positions the model is given stay below it; by default 32,768 or the trained length, whichever is less. Raises
-    ValueError if `chunk` is below 1 or above `rebase_at`.
+    each is taken only after the logits of the one before were yielded, so an iterable may sample from them.
+    `rebase_at`: positions the model is given stay below it; by default 32,768 or the trained length, whichever is
+    less. Raises ValueError if `chunk` is below 1 or above `rebase_at`.
     """
     _check_chunk(chunk)
     config = cast(Any, model).config.get_text_config(decoder=True)
@@ -75,7 +74,7 @@ def stream(
     limit = cache.slots.limit
     rebase_at = rebase_at or (min(_REBASE_AT, trained) if limit is None else limit - 1)
     if chunk > rebase_at:
-        raise ValueError(f"chunk must not exceed rebase_at, got chunk={chunk} with rebase_at={rebase_at}: use smaller chunks")
+        raise ValueError(f"chunk must not exceed rebase_at, got {chunk} with rebase_at={rebase_at}: use smaller chunks")
     guard(model)
     return _stream(model, cache, iter(tokens), chunk, rebase_at)
 

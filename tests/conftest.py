@@ -1,8 +1,8 @@
 """Tiny random models: 2 layers or a few more, 4 query heads on 2 key heads, weights wide enough for a bug to show.
 
-At transformers' default `initializer_range=0.02` the classic position bug moves logits by 0.007 and no test fails; at 0.3
-it moves them by several units. Rotary angles, which transformers computes in float32 whatever the model's dtype, are
-computed in float64 here, so that float64 oracles can be met to rounding.
+At transformers' default `initializer_range=0.02` the classic position bug moves logits by 0.007 and no test fails; at
+0.3 it moves them by several units. Rotary angles, which transformers computes in float32 whatever the model's dtype,
+are computed in float64 here, so that float64 oracles can be met to rounding.
 """
 
 import os
@@ -87,8 +87,9 @@ def _exact(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         exact = []
         for value, function in zip(rounded, (torch.cos, torch.sin), strict=True):
             half = function(angles) * scaling
-            candidates = [half, torch.cat([half, half], -1), half.repeat_interleave(2, -1)]
-            exact.append(next(c for c in candidates if c.shape == value.shape and torch.allclose(c, value.double(), atol=1e-3)))
+            layouts = [half, torch.cat([half, half], -1), half.repeat_interleave(2, -1)]
+            alike = (each for each in layouts if each.shape == value.shape)
+            exact.append(next(each for each in alike if torch.allclose(each, value.double(), atol=1e-3)))
         return tuple(exact)
 
     return forward

@@ -1,0 +1,71 @@
+"""What a model must be like for its cache to be bounded, asked of its config and of the model itself."""
+
+from typing import Any, Literal, cast
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from sinkcache.positions import Rotation
+from sinkcache.probe import probe
+
+Positions = Literal["cache", "original"]
+
+_PROBED: WeakKeyDictionary[nn.Module, tuple[Any, list[Rotation | str | None]]] = WeakKeyDictionary()
+
+
+def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
+    """The config of the decoder of `model`, a causal LM or its config.
+
+    Raises TypeError if it is neither, or a config where the model is needed; ValueError if it is an encoder-decoder, or
+    its generation config asks for a cache of its own.
+    """
+    config = getattr(model, "config", None) if isinstance(model, nn.Module) else model
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"model must be a causal LM or its config, got {type(model).__name__}")
+    if config is model and positions == "cache":
+        raise TypeError(
+            f'positions="cache" needs the model, got its {type(config).__name__}: how keys rotate is found by running '
+            'it. Pass the model, or positions="original"'
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(f"{type(config).__name__} is an encoder-decoder: SinkCache serves decoder-only models")
+    implementation = getattr(getattr(model, "generation_config", None), "cache_implementation", None)
+    if implementation is not None:
+        raise ValueError(
+            f"model.generation_config.cache_implementation is {implementation!r}, which generate refuses together "
+            "with a cache: set it to None"
+        )
+    return config.get_text_config(decoder=True)
+
+
+def rotations_of(model: nn.Module) -> list[Rotation | str | None]:
+    """Per layer its rotation, None, or why it is unknown (see `probe`); probed again only when the model was cast."""
+    weight = cast(Any, model).get_input_embeddings().weight
+    state = (weight.dtype, weight.device)  # casting a model casts its frequencies
+    if model not in _PROBED or _PROBED[model][0] != state:
+        _PROBED[model] = (state, probe(model))
+    return list(_PROBED[model][1])
+
+
+def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | None:
+    """The position from which the model rotates with other frequencies, None if it never does.
+
+    Raises ValueError if it does and `positions`, or transformers, leave no way to stay below.
+    """
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    kinds = {each.get("rope_type", each.get("type")) for each in (parameters, *nested)}
+    if "longrope" in kinds:
+        raise ValueError(
+            "rope_type is longrope: past the original length the model changes its frequencies and transformers drops "
+            "the caller's cache. Not supported"
+        )
+    if "dynamic" not in kinds:
+        return None
+    if positions == "original":
+        raise ValueError(
+            "rope_type is dynamic: keys rotated past the trained length no longer fit earlier ones. Use "
+            'positions="cache" with sinkcache.stream, which keeps positions below it'
+        )
+    return cast(int, config.max_position_embeddings)
