@@ -99,10 +99,11 @@ class Store:
 
     def rows(self, chosen: Tensor) -> None:
         """Keeps the batch rows `chosen` (int64 `[batch]`, repeats allowed), in that order; frees the others."""
-        self.keys = self.keys.index_select(0, chosen.to(self.keys.device))
-        self.values = self.values.index_select(0, chosen.to(self.values.device))
-        if self.arrived is not None:
-            self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
+        with torch.inference_mode(False):
+            self.keys = self.keys.index_select(0, chosen.to(self.keys.device))
+            self.values = self.values.index_select(0, chosen.to(self.values.device))
+            if self.arrived is not None:
+                self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
         self._turning = None
 
     def tensors(self) -> list[Tensor]:
