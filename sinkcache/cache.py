@@ -120,8 +120,9 @@ class SinkCache(Cache, Guarded):
             if isinstance(layer, SinkLayer):
                 assert layer.store is not None
                 layer.store.bake(baked, rotation, phase)
-            else:  # a native window: every key it holds is young
-                rotation.put(keys, rotation.pick(keys) * phase)
+            else:  # a native window: every key it holds is young; a copy, since it may be an inference tensor
+                layer.keys = keys.clone()  # type: ignore[union-attr]
+                rotation.put(layer.keys, rotation.pick(keys) * phase)
 
     def describe(self) -> str:
         """A table: layer, kind, policy, budget, kept, evicted, bytes."""

@@ -9,6 +9,7 @@ What a token sees depends on how it is read. `attend="held"` is what the cache d
 own, exactly; the figure then does not depend on the chunk.
 """
 
+import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from transformers import Cache
 
 from sinkcache.cache import SinkCache
 from sinkcache.layer import SinkLayer
+from sinkcache.slots import Slots
 from sinkcache.streaming import step
 
 Attend = Literal["held", "token"]
@@ -117,6 +119,8 @@ def score(
         raise ValueError(f'attend must be "held" or "token", got {attend!r}')
     if isinstance(cache, SinkCache):
         cache.slots.resolve(input_ids.shape[1])
+        if attend == "token" and chunk > 1:
+            _rehearse(cache.slots, input_ids.shape[1], chunk)
     return _score(model, cache, input_ids, chunk, first=0 if bos is None else -1, attend=attend)
 
 
@@ -147,6 +151,13 @@ def _check_token(model: nn.Module, cache: Cache) -> None:
         raise ValueError(
             f'attend="token" needs a mask, which {implementation} attention does not take: use sdpa or chunk=1'
         )
+
+
+def _rehearse(slots: Slots, tokens: int, chunk: int) -> None:
+    book = copy.deepcopy(slots)
+    while (left := tokens - book.seen) > 0:
+        book.visible(min(chunk, left))  # raises where no mask will do
+        book.step(book.seen, min(chunk, left))
 
 
 def _token_mask(model: nn.Module, cache: SinkCache, q_len: int) -> Float[Tensor, "1 1 q_len kv_len"] | None:

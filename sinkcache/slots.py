@@ -123,8 +123,7 @@ class Slots:
             return slice(0, 0)
         used = slice(0, self.held)
         young = self.positions[used] >= self.seen - len(self.positions)
-        young &= (self._applied[used] == 0) & (self._moves[used] == 0) & (self._frame[used] == shift + move)
-        chosen = young.nonzero()[:, 0]
+        chosen = (young & (self._moves[used] == 0)).nonzero()[:, 0]  # none of these was ever turned on read
         self._frame[chosen] = shift
         self._restless = True
         return _run(chosen)

@@ -84,14 +84,19 @@ def _stream(
 ) -> Iterator[Tensor]:
     device = cast(Any, model).get_input_embeddings().weight.device
     while piece := list(islice(tokens, chunk)):
-        columns = [torch.as_tensor(token, device=device).reshape(-1) for token in piece]
-        input_ids = torch.stack(columns, dim=1)
+        input_ids = _column(piece).to(device)
         if cache.seen - cache.slots.shift + len(piece) > rebase_at:
             cache.rebase(cache.seen)
         first = cache.seen - cache.slots.shift
         positions = torch.arange(first, first + len(piece), device=device)[None].expand(input_ids.shape[0], -1)
         logits = step(model, cache, input_ids, position_ids=positions)
         yield from logits.unbind(dim=1)
+
+
+def _column(piece: list[int | Tensor]) -> Int[Tensor, "batch q_len"]:
+    if any(isinstance(token, Tensor) for token in piece):
+        return torch.stack([torch.as_tensor(token).reshape(-1) for token in piece], dim=1)
+    return torch.tensor([piece])
 
 
 def step(
@@ -122,23 +127,22 @@ def _check_chunk(chunk: int) -> None:
 
 @contextmanager
 def _uninterrupted():
-    """Holds back a KeyboardInterrupt until the block ends; a second one is not held back."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+    """Holds back Ctrl-C until the block ends, then hands it to whoever handled it before; a second is not held back."""
     before = signal.getsignal(signal.SIGINT)
-    caught = []
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # signals go to the main thread alone; a process that ignores them, or handles them in C, is left to it
+        return
+    caught: list[tuple[int, Any]] = []
 
     def hold(number: int, frame: Any) -> None:
-        if caught:
-            signal.signal(signal.SIGINT, before)
-            raise KeyboardInterrupt
-        caught.append(number)
+        caught.append((number, frame))
+        if len(caught) > 1:
+            before(number, frame)
 
     signal.signal(signal.SIGINT, hold)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if caught:
-        raise KeyboardInterrupt
+    if len(caught) == 1:
+        before(*caught[0])
