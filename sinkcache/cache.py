@@ -121,8 +121,9 @@ class SinkCache(Cache, Guarded):
                 assert layer.store is not None
                 layer.store.bake(baked, rotation, phase)
             else:  # a native window: every key it holds is young; a copy, since it may be an inference tensor
-                layer.keys = keys.clone()  # type: ignore[union-attr]
-                rotation.put(layer.keys, rotation.pick(keys) * phase)
+                turned = keys.clone()
+                rotation.put(turned, rotation.pick(keys) * phase)
+                cast(Any, layer).keys = turned
 
     def describe(self) -> str:
         """A table: layer, kind, policy, budget, kept, evicted, bytes."""

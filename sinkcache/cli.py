@@ -1,0 +1,230 @@
+"""The command line: `python -m sinkcache generate` and `inspect`.
+
+A user's mistake is one line on stderr and exit code 2, found before the model is loaded where that is possible. A model
+that `inspect` finds cannot be bounded is exit code 1, Ctrl-C is 130. Standard output carries the result alone.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from itertools import islice, takewhile
+
+import torch
+from huggingface_hub.utils import logging as hub_logging
+from rich.console import Console
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from sinkcache import SinkCache, __version__
+from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, tokens_of
+from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
+from sinkcache.models import EMBEDDED, load
+from sinkcache.policies import StreamingLLM, Window
+from sinkcache.policy import Policy
+from sinkcache.report import tables
+from sinkcache.texts import embedded, from_file, tokenize
+
+_SINKS = 4  # the paper's
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit code. `--help` and `--version` leave by SystemExit, as argparse does."""
+    try:
+        args = _parser().parse_args(argv)
+        logging.disable_progress_bar()  # of weights being loaded; downloads keep theirs
+        hub_logging.set_verbosity_error()  # its retries would be twelve lines before ours
+        return args.run(args)
+    except (ValueError, ModuleNotFoundError) as error:
+        print("sinkcache:", " ".join(str(error).split()), file=sys.stderr)  # noqa: T201
+        return 2
+    except torch.OutOfMemoryError as error:
+        print("sinkcache: out of memory:", str(error).split("\n")[0], file=sys.stderr)  # noqa: T201
+        return 1
+    except KeyboardInterrupt:
+        print("sinkcache: interrupted", file=sys.stderr)  # noqa: T201
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="sinkcache", description="Bounded KV caches for transformers.")
+    parser.add_argument("--version", action="version", version=f"sinkcache {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_generate(commands)
+    _add_inspect(commands)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line, without the usage before it."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+
+    def error(self, message: str):
+        raise ValueError(f"{message} (see {self.prog} --help)")
+
+
+def _add_generate(commands) -> None:
+    about = "continue a prompt, in memory that does not grow with it"
+    parser = commands.add_parser("generate", help=about, description=f"{about.capitalize()}.")
+    _add_model(parser)
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself", default=argparse.SUPPRESS)
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with it", default=argparse.SUPPRESS)
+    parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
+    parser.add_argument(
+        "--policy", choices=("streaming-llm", "window"), default="streaming-llm", help="what is evicted"
+    )
+    parser.add_argument("--sinks", type=_number(int, 0), metavar="N", default=argparse.SUPPRESS, help=(
+        f"first tokens that are never evicted, with streaming-llm (default: {_SINKS})"))  # fmt: skip
+    parser.add_argument("--budget", type=_budget, metavar="N", default=1024, help=(
+        "tokens a layer holds, sinks included; or a share of the prompt, such as 0.25"))  # fmt: skip
+    parser.add_argument("--positions", choices=("cache", "original"), default=argparse.SUPPRESS, help=(
+        "count positions within the cache or in the stream (default: the policy's own, cache for both)"))  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=_number(int, 1), metavar="N", default=256, help="where to stop at last"
+    )
+    parser.add_argument("--temperature", type=_number(float, 0), metavar="T", default=0.0, help="0 takes the likeliest")
+    parser.add_argument("--top-p", type=_number(float, 0), metavar="P", default=1.0, help=(
+        "sample among the likeliest tokens that make up this probability"))  # fmt: skip
+    parser.add_argument("--seed", type=_number(int, 0), metavar="N", default=0, help="of the sampling")
+    parser.add_argument("--prefill-chunk", type=_number(int, 1), metavar="N", default=512, help="prompt tokens a pass")
+    parser.set_defaults(run=_generate)
+
+
+def _add_inspect(commands) -> None:
+    about = "report a model's layers, positions, attention sink, and the sinks it needs"
+    parser = commands.add_parser("inspect", help=about, description=f"{about.capitalize()}.")
+    _add_model(parser)
+    parser.add_argument("--text", metavar="FILE", default=argparse.SUPPRESS, help=(
+        "a UTF-8 text to measure on (default: Python's language reference)"))  # fmt: skip
+    parser.add_argument("--tokens", type=_number(int, FIRST_QUERY + 1), metavar="N", default=512, help=(
+        "of the text, to measure attention on"))  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print JSON only")
+    parser.set_defaults(run=_inspect)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="NAME", default=EMBEDDED, help="embedded model, folder, or hub id")
+    parser.add_argument(
+        "--revision", metavar="REV", default=argparse.SUPPRESS, help="branch, tag or commit of a hub id"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
+    parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, mps, ...")
+
+
+def _number(kind: Callable[[str], int | float], least: int) -> Callable[[str], int | float]:
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            noun = "a whole number" if kind is int else "a number"
+            raise argparse.ArgumentTypeError(f"must be {noun}, {least} or more, got {text!r}")
+        return value
+
+    return parse
+
+
+def _budget(text: str) -> int | float:
+    try:
+        budget = float(text) if "." in text or "e" in text.lower() else int(text)
+    except ValueError:
+        budget = math.nan
+    if isinstance(budget, int) and budget < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1 token, got {text}")
+    if isinstance(budget, float) and not 0 < budget <= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be tokens (a whole number) or a share of the prompt in (0, 1], got {text!r}"
+        )
+    return budget
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here ({reason}): try cpu") from error
+
+
+def _generate(args: argparse.Namespace) -> int:
+    policy = _policy(args)
+    if isinstance(args.budget, int):
+        policy.check(args.budget)
+    choose = _chooser(args)
+    prompt = from_file(args.prompt_file).text if "prompt_file" in args else args.prompt
+    if not prompt:
+        raise ValueError("the prompt is empty: give at least one character, with --prompt or --prompt-file")
+    model, tokenizer = _load(args)
+    input_ids = encode(tokenizer, prompt, args.chat).to(model.device)
+    cache = SinkCache(model, policy, args.budget, getattr(args, "positions", None))
+    stops, code = stop_tokens(model, tokenizer), 0
+    with Status(cache) as status:
+        try:
+            endless = tokens_of(model, cache, input_ids, args.prefill_chunk, choose, status)
+            tokens = takewhile(lambda token: token not in stops, endless)
+            for piece in pieces(islice(tokens, args.max_new_tokens), tokenizer):
+                status.say(piece)
+        except KeyboardInterrupt:
+            code = 130
+        status.say("\n")
+    print(status.summary() + ("; interrupted" if code else ""), file=sys.stderr)  # noqa: T201
+    return code
+
+
+def _policy(args: argparse.Namespace) -> Policy:
+    if args.policy == "streaming-llm":
+        return StreamingLLM(num_sinks=getattr(args, "sinks", _SINKS))
+    if "sinks" in args:
+        raise ValueError(f"--sinks {args.sinks} is for --policy streaming-llm, and window keeps none: leave it out")
+    return Window()
+
+
+def _chooser(args: argparse.Namespace) -> Callable[[Tensor], int]:
+    """Picks a token id by its logits; sampling is in float32 on the CPU, so that a seed means the same everywhere."""
+    if not 0 < args.top_p <= 1:
+        raise ValueError(f"--top-p must be in (0, 1], got {args.top_p}")
+    if args.temperature == 0:
+        if args.top_p != 1:
+            raise ValueError(f"--top-p {args.top_p} needs sampling: add a --temperature above 0, such as 0.7")
+        return lambda logits: int(logits.argmax())
+    return partial(sample, args.temperature, args.top_p, torch.Generator().manual_seed(args.seed))
+
+
+def _load(args: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    with Console(stderr=True).status(f"loading {args.model}"):  # shows on a terminal only
+        return load(args.model, getattr(torch, args.dtype), getattr(args, "revision", None), args.device)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    text = from_file(args.text) if "text" in args else embedded()
+    model, tokenizer = _load(args)
+    input_ids = tokenize(text, tokenizer, limit=max(args.tokens, SAMPLE))
+    about = {"model": args.model, "dtype": args.dtype, "text": text.name, "sha256": text.sha256}
+    try:
+        with Console(stderr=True).status(f"measuring {args.model}"):
+            found = inspect(model, tokenizer, input_ids, args.tokens)
+    except Refused as refusal:
+        if args.json:
+            print(json.dumps({**about, "refused": str(refusal)}, indent=2))  # noqa: T201
+        else:
+            print(f"{args.model} cannot be bounded: {refusal}")  # noqa: T201
+        return 1
+    if args.json:
+        print(json.dumps({**about, "refused": None, **found.as_dict()}, indent=2))  # noqa: T201
+    else:
+        console = Console(highlight=False)
+        console.print(f"{args.model}, {args.dtype}, on {text.name}", markup=False)
+        for table in tables(found):
+            console.print(table, markup=False)
+    return 0
