@@ -23,7 +23,7 @@ from transformers import Cache
 from sinkcache.cache import SinkCache
 from sinkcache.layer import SinkLayer
 from sinkcache.slots import Slots
-from sinkcache.streaming import step
+from sinkcache.streaming import last_logits_alone, step
 
 Attend = Literal["held", "token"]
 
@@ -197,7 +197,7 @@ def _recompute(model: nn.Module, input_ids: Tensor, budget: int, every: int, bat
         targets = list(later[at : at + batch])
         windows = torch.stack([input_ids[0, target - budget : target] for target in targets])
         with torch.no_grad():
-            logits = model(input_ids=windows, use_cache=False).logits[:, -1].float()
+            logits = model(input_ids=windows, use_cache=False, **last_logits_alone(model)).logits[:, -1].float()
         nll = torch.nn.functional.cross_entropy(logits, input_ids[0, targets], reduction="none").double().cpu()
         for target, one in zip(targets, nll, strict=True):
             yield Scored(target, one[None])

@@ -110,14 +110,19 @@ def step(
     """One pass over `input_ids` with any transformers cache; Ctrl-C waits for its end. Logits, of the last token alone
     where the model can do so and `last_only` asks for it."""
     extra: dict[str, Any] = {cache_argument(model): cache}
-    if last_only and "logits_to_keep" in inspect.signature(model.forward).parameters:
-        extra["logits_to_keep"] = 1
+    if last_only:
+        extra |= last_logits_alone(model)
     if position_ids is not None:
         extra["position_ids"] = position_ids
     if attention_mask is not None:
         extra["attention_mask"] = attention_mask
     with torch.no_grad(), _uninterrupted():
         return model(input_ids=input_ids, use_cache=True, **extra).logits
+
+
+def last_logits_alone(model: nn.Module) -> dict[str, int]:
+    """The argument that has `model` compute no logits but the last token's; empty where it takes none."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def _check_chunk(chunk: int) -> None:

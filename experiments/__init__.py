@@ -1,0 +1,1 @@
+"""Published figures, one a file, reproduced with `python -m experiments.NAME` from the repository's root."""

@@ -1,0 +1,169 @@
+"""The command line of `experiments.stream_perplexity`, checked as far as it can be before a model is loaded."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from experiments.runs import METHODS, Setting, grid
+from experiments.subject import TYPES
+from sinkcache.models import EMBEDDED
+
+DEMO = {
+    "method": "full,window,sinks,recompute",
+    "budget": "256",
+    "tokens": 4096,
+    "recompute_every": 32,
+    "out": Path("out/demo"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for: `given` holds the plain options, `settings` the runs they make."""
+
+    given: argparse.Namespace
+    settings: list[Setting]
+    command: list[str]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the program with code 2."""
+        line = " ".join(message.split())
+        self.exit(2, f"{self.prog}: {line}\n")
+
+
+def options(parser: Parser, argv: list[str]) -> Options:
+    """The options in `argv`; ends the program with one line if they make no sense."""
+    if "--demo" in argv:
+        parser.set_defaults(**DEMO)
+    given = parser.parse_args(argv)
+    if given.tokens < 2:
+        parser.error(f"--tokens must be at least 2, got {given.tokens}")
+    if given.text is not None and given.dataset is not None:
+        parser.error("--text and --dataset exclude each other: give one")
+    if given.config is not None and given.dataset is None:
+        parser.error(f"--config {given.config} is of a dataset: give --dataset too")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: this torch sees no CUDA device: use --device cpu")
+    settings = grid(
+        given.method,
+        given.budget,
+        given.sinks,
+        given.positions,
+        given.chunk,
+        given.attend,
+        given.bos,
+        given.recompute_every,
+        given.reread_every,
+    )
+    for setting in settings:
+        try:
+            setting.check(given.tokens)
+        except ValueError as error:
+            parser.error(str(error))
+    return Options(given, settings, argv)
+
+
+def parser() -> Parser:
+    """The options, each with its default in its help."""
+    made = Parser(
+        prog="stream_perplexity",
+        description="Perplexity of a long text under bounded caches: full, window, sinks + window, recompute.",
+        epilog="Lists are separated by commas; every combination that makes sense is run once. Finished runs are "
+        "kept in --out and skipped the next time.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    what, how, run = (made.add_argument_group(name) for name in ("what is read", "how it is read", "the run"))
+    what.add_argument("--model", default=EMBEDDED, help="hub id, folder, or the embedded one")
+    what.add_argument("--revision", help="branch, tag or commit of a hub id")
+    what.add_argument("--dtype", default="float32", choices=TYPES, help="of the weights and the cache")
+    what.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the model runs")
+    what.add_argument("--text", metavar="FILE", help="a UTF-8 file; without, the reference prose inside Python")
+    what.add_argument("--dataset", metavar="NAME", help="a dataset on the hub, such as emozilla/pg19-test")
+    what.add_argument("--config", metavar="C", help="of the dataset")
+    what.add_argument("--split", default="test", metavar="S", help="of the dataset")
+    what.add_argument("--column", default="text", help="of the dataset: the one that holds text")
+    what.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the text to read")
+    _lists(how)
+    every = "recompute: score each N-th token after the first window; 1 is exact and slow"
+    how.add_argument("--recompute-every", type=_at_least(1), default=1, metavar="N", help=every)
+    run.add_argument(
+        "--out", type=Path, default=Path("out/stream_perplexity"), metavar="DIR", help="for all that is written"
+    )
+    run.add_argument("--bucket", type=_at_least(1), default=256, metavar="N", help="tokens per point of the curves")
+    run.add_argument(
+        "--threads", type=_at_least(1), metavar="N", help="of torch on the CPU; without, torch's own choice"
+    )
+    run.add_argument(
+        "--seed", type=int, default=0, help="recorded, and used by the demo's sampling; perplexity is not random"
+    )
+    run.add_argument("--fresh", action="store_true", help="redo finished runs")
+    run.add_argument("--demo", action="store_true", help="a few minutes on two cores, then generation past the budget")
+    return made
+
+
+def _lists(group: Any) -> None:
+    methods = "any of " + ", ".join(METHODS)
+    group.add_argument("--method", "--methods", type=_choices(*METHODS), default="full,window,sinks", help=methods)
+    group.add_argument(
+        "--budget", type=_numbers(1), default="256", metavar="N,N", help="tokens a layer holds, sinks included"
+    )
+    group.add_argument(
+        "--sinks", type=_numbers(0), default="4", metavar="N,N", help="first tokens never evicted; 0 is the window"
+    )
+    group.add_argument(
+        "--positions",
+        type=_choices("cache", "original"),
+        default="cache",
+        help="inside the cache, or those of the text",
+    )
+    group.add_argument(
+        "--chunk", type=_numbers(1), default="64", metavar="N,N", help="tokens read at once; full uses the first"
+    )
+    group.add_argument(
+        "--attend",
+        type=_choices("held", "token"),
+        default="held",
+        help="a chunk sees what is held, or each token what it would see read singly",
+    )
+    group.add_argument(
+        "--bos",
+        type=_choices("none", "prepend"),
+        default="none",
+        help="a BOS token before the text, as its first token",
+    )
+    group.add_argument(
+        "--reread-every", type=_numbers(1), default="64", metavar="K,K", help="reread: tokens between two passes"
+    )
+
+
+def _numbers(least: int) -> Callable[[str], list[int]]:
+    one = _at_least(least)
+    return lambda text: list(dict.fromkeys(one(part) for part in text.split(",")))
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def one(text: str) -> int:
+        if not text.strip().isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
+        return int(text)
+
+    return one
+
+
+def _choices(*known: str) -> Callable[[str], list[str]]:
+    def chosen(text: str) -> list[str]:
+        names = list(dict.fromkeys(part.strip() for part in text.split(",")))
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return names
+
+    return chosen

@@ -1,0 +1,168 @@
+"""The figures of the streaming experiment: perplexity over the text and over the budget, bytes over the text.
+
+Colours are Okabe and Ito's, which the colour-blind tell apart; each method has one, its runs differ by dash.
+"""
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from experiments.results import Row
+from experiments.runs import labels
+from experiments.summary import setting
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+INK = "#1a1b1e"  # text and the full cache; the report replaces it by the page's own colour
+COLOURS = {"full": INK, "window": "#D55E00", "sinks": "#0072B2", "recompute": "#009E73", "reread": "#CC79A7"}
+_DASHES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3))]
+_MARKS = ["o", "s", "^", "D", "v", "P"]
+_LOG_FROM = 4.0  # times between the least and the greatest, from which an axis is logarithmic
+
+
+def figures(rows: Sequence[Row]) -> dict[str, tuple[str, "Figure"]]:
+    """By file name: a caption, and the figure."""
+    whole = [row for row in rows if row["setting"]["method"] != "recompute" or row["setting"]["every"] == 1] or rows
+    made = {
+        "perplexity_over_text": (
+            "Perplexity within each stretch of the text, by method. The dotted line marks the budget: what comes later "
+            "is read with tokens evicted. A recompute that scored some tokens only is left out: too few a stretch.",
+            _over_text(whole),
+        ),
+        "bytes_over_text": (
+            "Bytes that keys and values take as the text is read: an ordinary cache grows with every token, a bounded "
+            "one does not. For recompute and reread: what one pass over the window would hold.",
+            _bytes(rows),
+        ),
+    }
+    for field, words in (("budget", "budget, tokens a layer holds"), ("sinks", "first tokens never evicted")):
+        if len({row["setting"][field] for row in rows if row["setting"][field] is not None}) > 1:
+            caption = (
+                f"Perplexity of the tokens after the first eviction, by {field}. Dashed: the full cache, whole text."
+            )
+            made[f"perplexity_over_{field}"] = (caption, _over(whole, field, words))
+    return made
+
+
+def svg(figure: "Figure", name: str) -> str:
+    """The figure as an SVG element that takes the page's text colour."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()
+    text = re.sub(INK, "currentColor", text[text.index("<svg") :], flags=re.IGNORECASE)
+    return re.sub(
+        r'(<svg[^>]*?) height="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1), count=1
+    )
+
+
+def _over_text(rows: Sequence[Row]) -> "Figure":
+    figure, axes = _axes("position in the text, tokens", "perplexity")
+    _draw(axes, rows, lambda row: row["curve"])
+    for budget in sorted({row["setting"]["budget"] for row in rows if row["setting"]["budget"]}):
+        axes.axvline(budget, color=INK, linewidth=0.8, linestyle=":", alpha=0.6)
+    values = [value for row in rows for _, value in row["curve"]]
+    if max(values) > _LOG_FROM * min(values):
+        _logarithmic(axes)
+    return figure
+
+
+def _bytes(rows: Sequence[Row]) -> "Figure":
+    figure, axes = _axes("position in the text, tokens", "keys and values, MiB")
+    _draw(axes, rows, lambda row: [[at, held / 2**20] for at, held in row["bytes_curve"]])
+    axes.set_ylim(bottom=0)
+    return figure
+
+
+def _over(rows: Sequence[Row], field: str, words: str) -> "Figure":
+    figure, axes = _axes(words, "perplexity after the first eviction")
+    lines: dict[tuple, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["setting"][field] is not None and row["perplexity_after"] is not None:
+            other = {**row["setting"], field: None}
+            if field == "sinks":
+                other["method"] = "sinks"  # a window is the point at no sinks
+            lines.setdefault(tuple(other.items()), []).append((row["setting"][field], row["perplexity_after"]))
+    counts: dict[str, int] = {}
+    common = [
+        each for each in ("budget", "positions", "chunk") if len({dict(other)[each] for other in lines} - {None}) < 2
+    ]
+    for other, points in lines.items():
+        named = dict(other)
+        number = counts[named["method"]] = counts.get(named["method"], -1) + 1
+        label = setting({"setting": named}).described(common)
+        _line(axes, sorted(points), named["method"], number, label)
+    for row in rows:
+        if row["setting"]["method"] == "full":
+            axes.axhline(row["perplexity"], color=INK, linewidth=1, linestyle="--", label="full")
+    ticks = sorted({at for points in lines.values() for at, _ in points})
+    axes.set_xscale("symlog" if field == "sinks" else "log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.minorticks_off()
+    values = [value for points in lines.values() for _, value in points]
+    if max(values) > _LOG_FROM * min(values):
+        _logarithmic(axes)
+    figure.legend(**_LEGEND)
+    return figure
+
+
+def _draw(axes: Any, rows: Sequence[Row], points: Callable[[Row], list]) -> None:
+    counts: dict[str, int] = {}
+    names = labels([setting(row) for row in rows])
+    for row, name in zip(rows, names, strict=True):
+        method = row["setting"]["method"]
+        number = counts[method] = counts.get(method, -1) + 1
+        _line(axes, points(row), method, number, name)
+    axes.set_xlim(left=0)
+    axes.figure.legend(**_LEGEND)
+
+
+def _line(axes: Any, points: list, method: str, number: int, label: str) -> None:
+    axes.plot(
+        *zip(*points, strict=True),
+        color=COLOURS[method],
+        linestyle=_DASHES[number % len(_DASHES)],
+        marker=_MARKS[list(COLOURS).index(method)],
+        markersize=3.5,
+        linewidth=1.6,
+        label=label,
+    )
+
+
+_LEGEND: dict[str, Any] = {
+    "loc": "outside lower left",
+    "ncols": 3,
+    "frameon": False,
+    "fontsize": 8,
+    "labelcolor": INK,
+}
+
+
+def _axes(across: str, up: str) -> tuple["Figure", Any]:
+    from matplotlib.figure import Figure  # optional, and slow to import
+
+    figure = Figure(figsize=(7.2, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(across, color=INK)
+    axes.set_ylabel(up, color=INK)
+    axes.tick_params(colors=INK, which="both", labelsize=8)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    axes.grid(True, color="#808080", alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _logarithmic(axes: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.set_ylabel(axes.get_ylabel() + " (log)")
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
