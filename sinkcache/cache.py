@@ -12,7 +12,7 @@ from sinkcache.guard import Guarded, guard
 from sinkcache.layer import SinkLayer
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
-from sinkcache.positions import Rotation
+from sinkcache.positions import Rotation, same
 from sinkcache.slots import Slots
 from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of
 
@@ -140,12 +140,22 @@ class SinkCache(Cache, Guarded):
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
-    def begin_step(self, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
-        """Raises ValueError for padding, masks and positions the cache cannot serve, RuntimeError if it is torn."""
+    def begin_step(self, model: nn.Module, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
+        """Raises ValueError for another model, padding, masks and positions it cannot serve, RuntimeError if torn."""
         if apart := self._apart():
             raise RuntimeError(
                 f"layers {apart} have not seen {self.seen} tokens as the others have: a forward pass was interrupted. "
                 "Call cache.reset() and read the prompt again"
+            )
+        if q_len < 1:
+            raise ValueError(
+                f"no new tokens: the cache has seen {self.seen} and was given no more. Pass the whole conversation, or "
+                "the new tokens with an attention_mask as wide as both; for another text call cache.reset() first"
+            )
+        if self.seen == 0 and self._watched and not all(map(same, self.rotations, rotations_of(model))):
+            raise ValueError(
+                f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
+                "for each model"
             )
         self._check_mask(q_len, attention_mask)
         self._check_positions(q_len, position_ids)
@@ -176,7 +186,8 @@ class SinkCache(Cache, Guarded):
                     f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {self.seen} and {q_len} are "
                     f"new: pass a mask of width {self.seen + q_len}, or none"
                 )
-            if (q_len > 1 or self.seen == 0) and not bool(mask.bool().all()):
+            cheap = mask.device.type == "cpu"  # elsewhere a decoding step would wait for the device
+            if (q_len > 1 or self.seen == 0 or cheap) and not bool(mask.bool().all()):
                 raise ValueError(
                     f"attention_mask hides {int((~mask.bool()).sum())} tokens: padded batches are not supported yet. "
                     "Run rows of different lengths one by one"
@@ -196,7 +207,7 @@ class SinkCache(Cache, Guarded):
             return  # would wait for the device in every decoding step
         first = int(position_ids[0, 0])
         expected = torch.arange(first, first + q_len, device=position_ids.device)
-        if not bool((position_ids == expected).all()):
+        if position_ids.shape[1] != q_len or not bool((position_ids == expected).all()):
             raise ValueError(
                 f"position_ids are not {q_len} positions in a row from {first}, the same in each row: padded batches "
                 "and packed sequences are not supported yet. Run rows one by one"
@@ -212,6 +223,8 @@ class SinkCache(Cache, Guarded):
 
 def _budget(budget: Any, layers: int) -> int | float:
     if isinstance(budget, (list, tuple)):
+        for each in budget:
+            _budget(each, layers)
         if len(budget) != layers:
             raise ValueError(f"budget has {len(budget)} entries for {layers} bounded layers: give one number for each")
         if len(set(budget)) > 1:

@@ -19,7 +19,7 @@ class Guarded(ABC):
     """A cache that wants to know of the passes it takes part in."""
 
     @abstractmethod
-    def begin_step(self, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
+    def begin_step(self, model: nn.Module, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
         """Raises ValueError or RuntimeError if the pass that is about to begin would go wrong."""
 
     @abstractmethod
@@ -45,7 +45,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
     if tokens is None:
         tokens = given.get("inputs_embeds")
     if tokens is not None:
-        cache.begin_step(tokens.shape[1], given.get("attention_mask"), given.get("position_ids"))
+        cache.begin_step(model, tokens.shape[1], given.get("attention_mask"), given.get("position_ids"))
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

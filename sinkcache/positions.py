@@ -54,3 +54,10 @@ class Rotation:
         angles = moves.double().to(like.device)[:, None] * self.inv_freq.to(like.device)
         wide = torch.promote_types(like.dtype, torch.float32) == torch.float64
         return torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
+
+
+def same(one: Rotation | str | None, other: Rotation | str | None) -> bool:
+    """Whether two layers turn their keys alike; reasons why a rotation is unknown are compared as they are."""
+    if isinstance(one, Rotation) and isinstance(other, Rotation):
+        return one.layout == other.layout and torch.equal(one.inv_freq, other.inv_freq)
+    return one == other

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkcache.positions import Rotation
+from sinkcache.positions import Rotation, same
 
 _HALF_TOLERANCE, _TOLERANCE = 3e-2, 1e-3  # relative; bfloat16 rounds keys by up to 0.4%, twice
 _FAR = 1021  # tokens; far enough to tell scaled frequencies apart, within the reach of every model
@@ -53,7 +53,8 @@ def probe(model: nn.Module) -> list[Rotation | str | None]:
 def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | str | None]:
     config = cast(Any, model).config.get_text_config(decoder=True)
     longest = getattr(config, "max_position_embeddings", None) or _FAR + 1
-    where = torch.tensor([0, 1, min(_FAR, longest - 1)], device=weight.device)
+    far = max(1, min(_FAR, longest - 2))  # at the very end dynamic frequencies that grew would not be set back
+    where = torch.tensor([0, 1, far], device=weight.device)
     cache = DynamicCache(config=config)
     token = torch.full((3, 1), min(7, weight.shape[0] - 1), device=weight.device)
     _read(model, token, where[:, None], cache)
@@ -73,7 +74,7 @@ def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | str | None]:
         if isinstance(outcome, str):
             result.append(f"layer {index}: {outcome}")
             continue
-        known = next((r for r in found if _alike(r, outcome)), outcome)  # one object for all layers that turn alike
+        known = next((each for each in found if same(each, outcome)), outcome)  # one object for all that turn alike
         found.append(known)
         result.append(known)
     return result
@@ -132,12 +133,6 @@ def _read(model: nn.Module, tokens: Tensor, positions: Tensor, cache: DynamicCac
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.expand_as(a).norm().clamp_min(1e-30))
-
-
-def _alike(a: Rotation | None, b: Rotation | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a.layout == b.layout and torch.equal(a.inv_freq, b.inv_freq)
 
 
 @contextmanager

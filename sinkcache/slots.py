@@ -38,6 +38,7 @@ class Slots:
         self.last: Step | None = None
         self.capacity: int | None = None
         self._restless = False  # some key may have to be turned before the next read
+        self._torn = False  # a step was booked in part
         if isinstance(self.asked, int):
             self._allocate(self.asked)
 
@@ -116,6 +117,10 @@ class Slots:
         self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
 
     def _advance(self, q_len: int) -> Step:
+        if self._torn:
+            raise RuntimeError(
+                "a step failed or was interrupted half-way: call cache.reset() and read the prompt again"
+            )
         if q_len < 1:
             raise ValueError(f"a step needs at least one token, got {q_len}")
         if self.limit is not None and self.seen - self.shift + q_len >= self.limit:
@@ -126,6 +131,7 @@ class Slots:
         self.resolve(q_len)
         assert self.capacity is not None
         dropped = self._weakest() if self.held == self.capacity else None
+        self._torn = True
         if dropped is not None:
             self._count(self.positions[dropped : dropped + 1])
         turns = self._turns(dropped)
@@ -143,6 +149,7 @@ class Slots:
         if in_place:
             self._moves[targets] = 0
         self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
+        self._torn = False
         return Step(start, q_len, held, dropped, turns, _run(targets), _run(sources), self.held, in_place)
 
     def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:

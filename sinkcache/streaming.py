@@ -45,7 +45,7 @@ def prefill(
     guard(model)
     cache.slots.resolve(input_ids.shape[1])
     if attention_mask is not None:
-        cache.begin_step(input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
+        cache.begin_step(model, input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
     logits = None
     for piece in input_ids.split(chunk, dim=1):
         mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]

@@ -59,7 +59,12 @@ def build(family: str, dtype: torch.dtype = torch.float64, seed: int = 0, **chan
     """A random causal LM of `family`, in eval mode; `changes` go to its config."""
     name, settings = FAMILIES[family]
     config_name = "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config"
-    config = getattr(tf, config_name)(**{**settings, **changes})
+    try:
+        config = getattr(tf, config_name)(**{**settings, **changes})
+    except Exception as error:
+        if family == "olmo2" and tf.__version__.startswith("5.4."):
+            pytest.skip(f"transformers {tf.__version__} cannot build an Olmo2Config: {str(error).splitlines()[0]}")
+        raise
     torch.manual_seed(seed)
     model = getattr(tf, f"{name}ForCausalLM")(config).to(dtype).eval()
     if dtype == torch.float64:
