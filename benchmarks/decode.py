@@ -10,6 +10,7 @@ plain       attention over a buffer of N tokens that was filled once: nothing is
 window      SinkCache, Window: the new token overwrites the oldest
 sinks       SinkCache, StreamingLLM(4), positions "original"
 sinks+move  SinkCache, StreamingLLM(4), positions "cache": the sinks' keys are turned in every step
+packed      the same, with sinkcache.attention.packed() in place of sdpa
 dynamic     DynamicCache cropped to N - 1 before each step
 static      StaticCache of N slots, the last one written again and again
 cat         slice and concatenate, as the paper's code does: sinks + window, then the new token
@@ -22,7 +23,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
@@ -33,6 +34,7 @@ from transformers.cache_utils import DynamicLayer
 
 from benchmarks.machine import machine
 from sinkcache import SinkCache
+from sinkcache.attention import packed
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.probe import cache_argument
 
@@ -101,6 +103,7 @@ def contenders(model: nn.Module, budget: int) -> dict[str, tuple[Cache, Callable
         "window": (SinkCache(model, Window(), budget), nothing),
         "sinks": (SinkCache(model, StreamingLLM(4), budget, "original"), nothing),
         "sinks+move": (SinkCache(model, StreamingLLM(4), budget, "cache"), nothing),
+        "packed": (SinkCache(model, StreamingLLM(4), budget, "cache"), nothing),
         "dynamic": (DynamicCache(config=config), crop),
         "static": (StaticCache(config=config, max_cache_len=budget), rewind),
         "cat": (Cache(layers=[SliceAndCat() for _ in range(layers)]), nothing),
@@ -111,15 +114,19 @@ def measure(model: nn.Module, budget: int, rounds: int) -> dict[str, list[float]
     """CPU seconds of each round's step, per contender."""
     name = cache_argument(model)
     caches = contenders(model, budget)
-    prompt = torch.randint(3, 250, (1, budget))
     token = torch.full((1, 1), 7)
     position = torch.full((1, 1), budget)
+    config: Any = model.config
+    shape = (1, config.num_key_value_heads, budget, config.hidden_size // config.num_attention_heads)
     for cache, _ in caches.values():
-        model(prompt, use_cache=True, logits_to_keep=1, **{name: cache})
+        for layer in range(config.num_hidden_layers):  # as a prompt would
+            keys, values = torch.randn(2, *shape, dtype=next(model.parameters()).dtype)
+            cache.update(keys, values, layer)
     seconds: dict[str, list[float]] = {each: [] for each in caches}
     for turn in range(rounds + 2):
         for each, (cache, before) in caches.items():
             before(cache)
+            cast(Any, model).set_attn_implementation(packed() if each == "packed" else "sdpa")
             given = position if not isinstance(cache, SinkCache) else torch.full((1, 1), cache.seen)
             started = time.thread_time()
             model(token, position_ids=given, use_cache=True, **{name: cache})
@@ -133,11 +140,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--budgets", default="256,1024,4096", help="tokens held (default: %(default)s)")
     parser.add_argument("--dtypes", default="float32,bfloat16", help="of weights and cache (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="counted rounds (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=11, help="counted rounds (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    console = Console(width=120)
+    console = Console(width=130)
     console.print(machine())
     for shape, settings in SHAPES.items():
         for dtype in options.dtypes.split(","):
