@@ -1,6 +1,6 @@
 """One decoding step at a full budget: SinkCache against what else holds N tokens.
 
-    python -m benchmarks.decode [--budgets 256,1024,4096] [--dtypes float32,bfloat16] [--rounds 15]
+    python -m benchmarks.decode [--budgets 256,1024,4096] [--dtypes float32,bfloat16] [--rounds 11]
 
 Each step is a whole forward pass of one token through a random model: SmolLM2-135M's shape (30 layers), and one layer
 of an 8B Llama (vocabulary cut to 256, so that the layer is what is measured). All contenders attend to exactly N tokens
@@ -35,8 +35,8 @@ from transformers.cache_utils import DynamicLayer
 from benchmarks.machine import machine
 from sinkcache import SinkCache
 from sinkcache.attention import packed
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM, Window
-from sinkcache.probe import cache_argument
 
 SHAPES: dict[str, dict[str, Any]] = {
     "SmolLM2-135M": {

@@ -10,7 +10,8 @@ import transformers
 def machine() -> str:
     """Processor, threads and versions, for the head of a table."""
     info = Path("/proc/cpuinfo")
-    names = [line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    lines = info.read_text().splitlines() if info.exists() else []  # Linux has it
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     processor = f"{names[0]}, {len(names)} logical CPUs" if names else platform.processor() or platform.machine()
     return (
         f"{processor}; {torch.get_num_threads()} thread(s); Python {platform.python_version()}, "

@@ -8,8 +8,8 @@ from transformers import TextStreamer
 
 from experiments.subject import Subject
 from sinkcache import SinkCache
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM
-from sinkcache.probe import cache_argument
 
 _PROMPT = "The old lighthouse keeper opened the door, looked out at the sea, and began to tell his story."
 _BUDGET = 32

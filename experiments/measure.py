@@ -18,9 +18,10 @@ from experiments.results import Row
 from experiments.runs import Setting
 from experiments.subject import Subject
 from sinkcache import SinkCache
-from sinkcache.cache import Positions
+from sinkcache.memory import held_bytes
 from sinkcache.metrics import Attend, Perplexity, Scored, recompute, reread, score
 from sinkcache.streaming import step
+from sinkcache.support import Positions
 
 _WINDOWS = 8  # that recompute reads at once
 
@@ -168,14 +169,6 @@ class _Memory:
         cache = DynamicCache(config=self.subject.model.config)
         step(self.subject.model, cache, self.subject.ids[:, :length], last_only=True)
         return held_bytes(cache)
-
-
-def held_bytes(cache: Cache) -> int:
-    """Bytes of storage that a cache of any kind keeps alive."""
-    if isinstance(cache, SinkCache):
-        return cache.nbytes
-    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def _now(subject: Subject) -> float:

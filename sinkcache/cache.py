@@ -6,15 +6,19 @@ import torch
 from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from sinkcache.budgets import asked_budget
 from sinkcache.guard import Guarded, guard
 from sinkcache.layer import SinkLayer
+from sinkcache.memory import held_bytes, storage, tensors_of
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
 from sinkcache.positions import Rotation, same
 from sinkcache.slots import Slots
 from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of
+
+_KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # of the growing kinds
 
 
 class SinkCache(Cache, Guarded):
@@ -24,9 +28,10 @@ class SinkCache(Cache, Guarded):
     an evicted token is gone. Sliding-window and linear-attention layers keep their native cache.
 
     `model`: a causal LM, which is probed (three short passes) and announces its passes to the cache from then on; or
-    its config, where `positions` is "original" and nothing can be probed or watched. `budget`: tokens a layer holds,
-    sinks and the newest token included; or a share in (0, 1] of the prompt, settled by the first step (or by `prefill`,
-    which knows the whole prompt); or a list of one number for each bounded layer, which must be equal for now.
+    its config, where `positions` is "original": it is trusted, nothing is probed and no pass is checked.
+    `budget`: tokens a layer holds, sinks and the newest token included; or a share in (0, 1] of the prompt, settled by
+    the first step or by `prefill` (which knows the whole prompt; `generate(prefill_chunk_size=...)` shows the cache the
+    first chunk alone); or a list of one number for each bounded layer, which must be equal for now.
     `positions`: "cache" (positions inside the cache, as in StreamingLLM), "original" (those of the stream), or None for
     the policy's own.
 
@@ -50,10 +55,16 @@ class SinkCache(Cache, Guarded):
         limit = frequency_limit(config, chosen)
         layers = DynamicCache(config=config).layers
         bounded = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
+        unknown = [type(each) for each in layers if isinstance(each, DynamicLayer) and type(each) not in _KNOWN]
+        if unknown:
+            raise ValueError(
+                f"{type(config).__name__} has layers of a kind SinkCache does not know and so cannot bound: "
+                f"{unknown[0].__name__}"
+            )
         if not bounded:
             kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
             raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {kinds or 'unknown'}")
-        asked = _budget(budget, len(bounded))
+        asked = asked_budget(budget, len(bounded))
         if isinstance(asked, int):
             policy.check(asked)
         self._watched = isinstance(model, nn.Module)
@@ -78,12 +89,7 @@ class SinkCache(Cache, Guarded):
     @property
     def nbytes(self) -> int:
         """Bytes of storage held by all layers, native ones and turned keys' originals included."""
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for layer in self.layers
-            for tensor in _tensors(layer)
-        }
-        return sum(storages.values())
+        return held_bytes(self)
 
     def kept(self, layer: int) -> Int[Tensor, "batch num_kv_heads kept"]:
         """Stream positions that layer number `layer` holds, ascending; a copy.
@@ -99,17 +105,25 @@ class SinkCache(Cache, Guarded):
     def reset(self) -> None:
         """Frees the storage and forgets the stream; the cache can be used again."""
         super().reset()
+        for layer in self.layers:
+            if type(layer) is DynamicSlidingWindowLayer:  # before transformers 5.18 its keys stayed, as zeros
+                layer.keys = layer.values = None
+                layer.is_initialized = False
         self.slots.reset()
+
+    def check_rebase(self) -> None:
+        """Raises ValueError if some layer's rotation is unknown, so that positions cannot be re-based."""
+        unknown = [each for each in self.rotations if isinstance(each, str)]
+        if unknown or not self._watched:
+            reason = unknown[0] if unknown else "the cache was made from a config, so its rotations are unknown"
+            raise ValueError(f"positions cannot be re-based: {reason}")
 
     def rebase(self, shift: int) -> None:
         """From the next step on, the model's positions are the stream's minus `shift`; stored keys are moved to fit.
 
         `stream` calls it so that positions stay small. Raises ValueError if some layer's rotation is unknown.
         """
-        unknown = [each for each in self.rotations if isinstance(each, str)]
-        if unknown or not self._watched:
-            reason = unknown[0] if unknown else "the cache was made from a config, so its rotations are unknown"
-            raise ValueError(f"positions cannot be re-based: {reason}")
+        self.check_rebase()
         move = self.slots.shift - shift
         baked = self.slots.rebase(shift)
         for layer, rotation in zip(self.layers, self.rotations, strict=True):
@@ -129,7 +143,7 @@ class SinkCache(Cache, Guarded):
         """A table: layer, kind, policy, budget, kept, evicted, bytes."""
         rows: list[tuple[str, ...]] = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
         for index, layer in enumerate(self.layers):
-            held = str(sum(tensor.untyped_storage().nbytes() for tensor in _tensors(layer)))
+            held = str(storage(tensors_of(layer)))
             if isinstance(layer, SinkLayer):
                 kept = self.slots.held if layer.store is not None else 0
                 budget = self.slots.capacity if self.slots.capacity is not None else self.slots.asked
@@ -152,7 +166,7 @@ class SinkCache(Cache, Guarded):
                 f"no new tokens: the cache has seen {self.seen} and was given no more. Pass the whole conversation, or "
                 "the new tokens with an attention_mask as wide as both; for another text call cache.reset() first"
             )
-        if self.seen == 0 and self._watched and not all(map(same, self.rotations, rotations_of(model))):
+        if self.seen == 0 and self._watched and not self._made_for(model):
             raise ValueError(
                 f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
                 "for each model"
@@ -186,8 +200,7 @@ class SinkCache(Cache, Guarded):
                     f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {self.seen} and {q_len} are "
                     f"new: pass a mask of width {self.seen + q_len}, or none"
                 )
-            cheap = mask.device.type == "cpu"  # elsewhere a decoding step would wait for the device
-            if (q_len > 1 or self.seen == 0 or cheap) and not bool(mask.bool().all()):
+            if not bool(mask.bool().all()):
                 raise ValueError(
                     f"attention_mask hides {int((~mask.bool()).sum())} tokens: padded batches are not supported yet. "
                     "Run rows of different lengths one by one"
@@ -199,10 +212,15 @@ class SinkCache(Cache, Guarded):
             )
 
     def _check_positions(self, q_len: int, position_ids: Tensor | None) -> None:
-        if position_ids is None or position_ids.ndim != 2:
-            if self.slots.shift != 0 and position_ids is None:
+        if position_ids is None:
+            if self.slots.shift != 0:
                 self.rebase(0)  # the model will count from the tokens seen
             return
+        if position_ids.ndim != 2:
+            raise ValueError(
+                f"position_ids of shape {tuple(position_ids.shape)} are not [batch, tokens]: multimodal positions are "
+                "not supported yet"
+            )
         if position_ids.device.type != "cpu" and q_len == 1 and self.seen > 0 and self.slots.shift == 0:
             return  # would wait for the device in every decoding step
         first = int(position_ids[0, 0])
@@ -215,35 +233,11 @@ class SinkCache(Cache, Guarded):
         if self.seen - first != self.slots.shift:
             self.rebase(self.seen - first)
 
+    def _made_for(self, model: nn.Module) -> bool:
+        other = rotations_of(model)
+        return len(other) == len(self.rotations) and all(map(same, self.rotations, other))
+
     def _apart(self) -> list[int]:
         """The bounded layers that have not seen what the others have."""
         bounded = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, SinkLayer))
         return [index for index, layer in bounded if layer.seen != self.seen]
-
-
-def _budget(budget: Any, layers: int) -> int | float:
-    if isinstance(budget, (list, tuple)):
-        for each in budget:
-            _budget(each, layers)
-        if len(budget) != layers:
-            raise ValueError(f"budget has {len(budget)} entries for {layers} bounded layers: give one number for each")
-        if len(set(budget)) > 1:
-            raise ValueError(f"budgets that differ between layers are not supported yet, got {budget}: give one number")
-        budget = budget[0]
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"budget must be tokens (a whole number) or a share of the prompt (a float), got {budget!r}")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise ValueError(f"a budget as a share of the prompt must be in (0, 1], got {budget}: for tokens give an int")
-    if isinstance(budget, int) and budget < 1:
-        raise ValueError(f"budget must be at least 1 token, got {budget}")
-    return budget
-
-
-def _tensors(layer: Any) -> list[Tensor]:
-    if isinstance(layer, SinkLayer):
-        return [] if layer.store is None else layer.store.tensors()
-    held: list[Tensor] = []
-    for value in vars(layer).values():
-        parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-        held += [part for part in parts if isinstance(part, Tensor)]
-    return held

@@ -8,11 +8,12 @@ without such a cache is none of our business and goes through untouched.
 import inspect
 from abc import ABC, abstractmethod
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor, nn
 
 _GUARDED: WeakSet[nn.Module] = WeakSet()
+_ARGUMENTS: WeakKeyDictionary[nn.Module, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
 
 
 class Guarded(ABC):
@@ -25,6 +26,19 @@ class Guarded(ABC):
     @abstractmethod
     def end_step(self) -> None:
         """Raises RuntimeError if the pass that has ended did not store its tokens."""
+
+
+def arguments(model: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of `model.forward`, in order; looked up once for each forward a model has had."""
+    forward = id(getattr(model.forward, "__func__", model.forward))
+    if model not in _ARGUMENTS or _ARGUMENTS[model][0] != forward:
+        _ARGUMENTS[model] = (forward, tuple(inspect.signature(model.forward).parameters))
+    return _ARGUMENTS[model][1]
+
+
+def cache_argument(model: nn.Module) -> str:
+    """The name under which `model` takes a cache: "cache" since transformers 5.24, else "past_key_values"."""
+    return "cache" if "cache" in arguments(model) else "past_key_values"
 
 
 def guard(model: nn.Module) -> None:
@@ -57,7 +71,7 @@ def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -
 def _named(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     if not args:
         return kwargs
-    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+    return {**dict(zip(arguments(model), args, strict=False)), **kwargs}
 
 
 def _cache(given: dict[str, Any]) -> Guarded | None:

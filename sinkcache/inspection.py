@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from sinkcache.cache import Positions, SinkCache
+from sinkcache.cache import SinkCache
 from sinkcache.layer import SinkLayer
 from sinkcache.metrics import perplexity
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.positions import Rotation
 from sinkcache.streaming import step
+from sinkcache.support import Positions
 
 FIRST_QUERY = 64  # index of the first query counted: earlier ones see few tokens, and the first among them always
 SINKS, BUDGET, CHUNK, SAMPLE = (0, 1, 2, 4, 8), 128, 64, 1024  # tokens, all but the first: numbers of sinks tried

@@ -9,7 +9,6 @@ What a token sees depends on how it is read. `attend="held"` is what the cache d
 own, exactly; the figure then does not depend on the chunk.
 """
 
-import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -113,13 +112,15 @@ def score(
         raise ValueError(f"a text needs at least two tokens to be scored, got {input_ids.shape[1]}")
     if cache.get_seq_length() != 0:
         raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already: call reset() or use a fresh one")
+    if attend not in ("held", "token"):
+        raise ValueError(f'attend must be "held" or "token", got {attend!r}')
+    if attend == "token" and chunk == 1:
+        attend = "held"  # the same
     if attend == "token":
         _check_token(model, cache)
-    elif attend != "held":
-        raise ValueError(f'attend must be "held" or "token", got {attend!r}')
     if isinstance(cache, SinkCache):
         cache.slots.resolve(input_ids.shape[1])
-        if attend == "token" and chunk > 1:
+        if attend == "token":
             _rehearse(cache.slots, input_ids.shape[1], chunk)
     return _score(model, cache, input_ids, chunk, first=0 if bos is None else -1, attend=attend)
 
@@ -135,8 +136,7 @@ def _score(
         given = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
         targets = piece[0, 1:] if before is None else piece[0]
         if len(targets):
-            nll = torch.nn.functional.cross_entropy(given.float(), targets, reduction="none")
-            yield Scored(first + read + (before is None), nll.double().cpu())
+            yield Scored(first + read + (before is None), _nll(given, targets))
         before = logits[-1:].clone()
         read += piece.shape[1]
 
@@ -147,14 +147,14 @@ def _check_token(model: nn.Module, cache: Cache) -> None:
         raise ValueError(
             f'attend="token" needs a SinkCache that bounds every layer, got {type(cache).__name__}: use "held"'
         )
-    if implementation not in ("sdpa", "eager"):
+    if "flash" in implementation or "flex" in implementation:
         raise ValueError(
             f'attend="token" needs a mask, which {implementation} attention does not take: use sdpa or chunk=1'
         )
 
 
 def _rehearse(slots: Slots, tokens: int, chunk: int) -> None:
-    book = copy.deepcopy(slots)
+    book = slots.rehearsal()
     while (left := tokens - book.seen) > 0:
         book.visible(min(chunk, left))  # raises where no mask will do
         book.step(book.seen, min(chunk, left))
@@ -178,28 +178,22 @@ def recompute(
     come from one pass; of the later ones every `every`-th is scored, `batch` windows at a time. Raises ValueError if
     `budget`, `every` or `batch` is below 1 or there are fewer than two tokens.
     """
-    for name, value in (("budget", budget), ("every", every), ("batch", batch)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if input_ids.shape[1] < 2:
-        raise ValueError(f"a text needs at least two tokens to be scored, got {input_ids.shape[1]}")
+    _check(input_ids, budget=budget, every=every, batch=batch)
     return _recompute(model, input_ids, budget, every, batch)
 
 
 def _recompute(model: nn.Module, input_ids: Tensor, budget: int, every: int, batch: int) -> Iterator[Scored]:
     length = input_ids.shape[1]
     with torch.no_grad():
-        logits = model(input_ids=input_ids[:, : min(budget, length - 1)], use_cache=False).logits[0].float()
-    nll = torch.nn.functional.cross_entropy(logits, input_ids[0, 1 : len(logits) + 1], reduction="none")
-    yield Scored(1, nll.double().cpu())
+        logits = model(input_ids=input_ids[:, : min(budget, length - 1)], use_cache=False).logits[0]
+    yield Scored(1, _nll(logits, input_ids[0, 1 : len(logits) + 1]))
     later = range(budget + 1, length, every)
     for at in range(0, len(later), batch):
         targets = list(later[at : at + batch])
         windows = torch.stack([input_ids[0, target - budget : target] for target in targets])
         with torch.no_grad():
-            logits = model(input_ids=windows, use_cache=False, **last_logits_alone(model)).logits[:, -1].float()
-        nll = torch.nn.functional.cross_entropy(logits, input_ids[0, targets], reduction="none").double().cpu()
-        for target, one in zip(targets, nll, strict=True):
+            logits = model(input_ids=windows, use_cache=False, **last_logits_alone(model)).logits[:, -1]
+        for target, one in zip(targets, _nll(logits, input_ids[0, targets]), strict=True):
             yield Scored(target, one[None])
 
 
@@ -209,11 +203,7 @@ def reread(model: nn.Module, input_ids: Int[Tensor, "1 kv_len"], budget: int, ev
     Each stretch of `every` tokens is read in one pass behind the `budget - 1` tokens before it, at positions from 0, so
     a query sees between `budget` and `budget - 1 + every` tokens. Raises ValueError as `recompute` does.
     """
-    for name, value in (("budget", budget), ("every", every)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if input_ids.shape[1] < 2:
-        raise ValueError(f"a text needs at least two tokens to be scored, got {input_ids.shape[1]}")
+    _check(input_ids, budget=budget, every=every)
     return _reread(model, input_ids, budget, every)
 
 
@@ -223,6 +213,17 @@ def _reread(model: nn.Module, input_ids: Tensor, budget: int, every: int) -> Ite
         end = min(start + every, length - 1)
         first = max(0, start - (budget - 1))
         with torch.no_grad():
-            logits = model(input_ids=input_ids[:, first:end], use_cache=False).logits[0, start - first :].float()
-        nll = torch.nn.functional.cross_entropy(logits, input_ids[0, start + 1 : end + 1], reduction="none")
-        yield Scored(start + 1, nll.double().cpu())
+            logits = model(input_ids=input_ids[:, first:end], use_cache=False).logits[0, start - first :]
+        yield Scored(start + 1, _nll(logits, input_ids[0, start + 1 : end + 1]))
+
+
+def _nll(logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"]) -> Float[Tensor, " tokens"]:
+    return torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none").cpu().double()
+
+
+def _check(input_ids: Tensor, **counts: int) -> None:
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if input_ids.shape[1] < 2:
+        raise ValueError(f"a text needs at least two tokens to be scored, got {input_ids.shape[1]}")

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -50,9 +51,22 @@ def keep(
 
     Raises ValueError if a score is NaN.
     """
-    if scores.isnan().any():
-        raise ValueError("a policy's score is NaN: scores must be comparable, use -inf for what should go first")
+    _check(scores)
     by_age = positions.argsort(dim=-1)
     by_worth = scores.gather(-1, by_age).argsort(dim=-1, stable=True)
     best = by_age.gather(-1, by_worth)[..., max(scores.shape[-1] - budget, 0) :]
     return best.sort(dim=-1).values
+
+
+def weakest(scores: Float[Tensor, " kv_len"], positions: Int[Tensor, " kv_len"]) -> int:
+    """The index of the one token that `keep` would not keep if all others stay: of equal scores, the oldest.
+
+    Raises ValueError if a score is NaN.
+    """
+    _check(scores)
+    return int(positions.masked_fill(scores != scores.min(), torch.iinfo(positions.dtype).max).argmin())
+
+
+def _check(scores: Tensor) -> None:
+    if scores.isnan().any():
+        raise ValueError("a policy scored NaN: scores must be comparable, use -inf for what should go first")

@@ -50,10 +50,11 @@ class Rotation:
         self.pairs(keys).copy_(torch.view_as_real(turned))
 
     def phase(self, moves: Int[Tensor, " moved"], like: Tensor) -> Complex[Tensor, "moved freq"]:
-        """`exp(i * move * inv_freq)`, angles in float64, on the device of `like` and as wide as it needs."""
-        angles = moves.double().to(like.device)[:, None] * self.inv_freq.to(like.device)
+        """`exp(i * move * inv_freq)`, on the device and at the width of `like`; angles in float64, on the CPU."""
+        angles = moves.double()[:, None] * self.inv_freq
         wide = torch.promote_types(like.dtype, torch.float32) == torch.float64
-        return torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
+        phase = torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
+        return phase.to(like.device)
 
 
 def same(one: Rotation | str | None, other: Rotation | str | None) -> bool:

@@ -8,7 +8,6 @@ in the keys (ALiBi, for one), which an evicting cache cannot serve.
 """
 
 import copy
-import inspect
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -17,24 +16,20 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from sinkcache.guard import arguments, cache_argument
 from sinkcache.positions import Rotation, same
 
 _HALF_TOLERANCE, _TOLERANCE = 3e-2, 1e-3  # relative; bfloat16 rounds keys by up to 0.4%, twice
 _FAR = 1021  # tokens; far enough to tell scaled frequencies apart, within the reach of every model
 
 
-def cache_argument(model: nn.Module) -> str:
-    """The name under which `model` takes a cache: "cache" since transformers 5.24, else "past_key_values"."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
 def probe(model: nn.Module) -> list[Rotation | str | None]:
-    """Per layer of the model's cache: its rotation, None if its keys carry no position, or why neither is known.
+    """Per layer of the model's cache: its rotation, None if it has no keys with a position, or why neither is known.
 
     Runs the model three times on a few tokens. Raises ValueError if the model takes no position_ids, is not in memory,
     adds positions to its hidden states, or attends by the order of its cache.
     """
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in arguments(model):
         raise ValueError(
             f"{type(model).__name__} takes no position_ids, so its positions cannot be told: SinkCache needs rotary or "
             "no position embeddings"
@@ -59,7 +54,7 @@ def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | str | None]:
     token = torch.full((3, 1), min(7, weight.shape[0] - 1), device=weight.device)
     _read(model, token, where[:, None], cache)
     frequencies = [
-        buffer.detach().double().cpu()
+        buffer.detach().cpu().double()
         for name, buffer in model.named_buffers()
         if name.endswith("inv_freq") and "original" not in name
     ]
@@ -68,7 +63,7 @@ def _rotations(model: nn.Module, weight: Tensor) -> list[Rotation | str | None]:
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if keys is None or values is None or keys.ndim != 4:
-            result.append(f"layer {index} ({type(layer).__name__}) holds no keys and values")
+            result.append(None)  # a linear-attention or shared layer: nothing of its own that has a position
             continue
         outcome = _explain(keys[:, :, -1], values[:, :, -1], where.cpu(), frequencies, weight.dtype)
         if isinstance(outcome, str):
@@ -84,7 +79,7 @@ def _explain(
     keys: Tensor, values: Tensor, where: Tensor, frequencies: list[Tensor], dtype: torch.dtype
 ) -> Rotation | str | None:
     tolerance = _TOLERANCE if dtype in (torch.float32, torch.float64) else _HALF_TOLERANCE
-    keys, values = keys.double().cpu(), values.double().cpu()
+    keys, values = keys.cpu().double(), values.cpu().double()
     if _distance(values, values[:1]) > tolerance:
         if _distance(keys, keys[:1]) > tolerance:
             raise ValueError(
@@ -117,7 +112,7 @@ def _check_order(model: nn.Module, weight: Tensor) -> None:
         if type(layer) is DynamicLayer and layer.keys is not None and layer.values is not None:
             layer.keys, layer.values = layer.keys.flip(2), layer.values.flip(2)
     last = torch.full((1, 1), 8, device=weight.device)
-    one, other = (_read(model, tokens[:, 8:], last, each).double() for each in (cache, turned))
+    one, other = (_read(model, tokens[:, 8:], last, each).cpu().double() for each in (cache, turned))
     tolerance = _TOLERANCE if weight.dtype in (torch.float32, torch.float64) else 5 * _HALF_TOLERANCE
     if _distance(other, one) > tolerance:
         raise ValueError(

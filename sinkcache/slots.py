@@ -1,8 +1,8 @@
 """Which stream position each slot of a layer holds, and what the next step changes.
 
 A policy that reads positions alone decides the same for every row, head and layer, so all layers that share a budget
-share one `Slots`: it lives on the CPU, decides once per step, and hands each layer the same `Step`. No device is
-synchronised and no layer repeats the work.
+share one `Slots`: it lives on the CPU, decides once per step without asking a device, and hands each layer the same
+`Step`. No layer repeats the work.
 
 The rule, for a step of q tokens: what is held is trimmed to `capacity - 1`, the q are appended and attend, then the
 layer is reduced to `capacity`. A token read on its own thus sees exactly `capacity` tokens, itself included.
@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from sinkcache.policy import Entries, Policy, keep
+from sinkcache.policy import Entries, Policy, keep, weakest
 from sinkcache.step import Step, Turns
 from sinkcache.store import Index
 
@@ -94,7 +94,7 @@ class Slots:
         Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token
         by token would move keys or keep other tokens than the step does, so that no mask can make up for it.
         """
-        single, whole = copy.deepcopy(self), copy.deepcopy(self)
+        single, whole = self.rehearsal(), self.rehearsal()
         dropped = whole.step(self.seen, q_len).dropped
         held = [slot for slot in range(self.held) if slot != dropped]
         columns = torch.cat([self.positions[held], torch.arange(self.seen, self.seen + q_len)])
@@ -108,6 +108,15 @@ class Slots:
                 'be kept. Use chunk=1, or positions="original" with a policy of positions alone'
             )
         return torch.stack(rows)
+
+    def rehearsal(self) -> "Slots":
+        """A copy to try steps on, which no layer follows."""
+        book = copy.copy(self)
+        book.last = None
+        if self.capacity is not None:
+            book.positions, book._moves = self.positions.clone(), self._moves.clone()
+            book._applied, book._frame = self._applied.clone(), self._frame.clone()
+        return book
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
@@ -139,18 +148,17 @@ class Slots:
         kept = held - (dropped is not None)
         if kept + q_len <= self.capacity:
             first = held if dropped is None else dropped
-            targets, sources, in_place = torch.arange(first, first + q_len), torch.arange(q_len), True
+            targets, sources, in_place = slice(first, first + q_len), slice(0, q_len), True
+            self.positions[targets] = torch.arange(start, start + q_len)
+            self._moves[targets] = 0
         else:
             targets, sources = self._reduce(dropped, q_len)
             in_place = False
-        self.positions[targets] = start + sources
         self._applied[targets] = 0
         self._frame[targets] = self.shift
-        if in_place:
-            self._moves[targets] = 0
         self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
         self._torn = False
-        return Step(start, q_len, held, dropped, turns, _run(targets), _run(sources), self.held, in_place)
+        return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place)
 
     def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:
         entries = Entries(positions[None, None], seen)
@@ -164,13 +172,9 @@ class Slots:
 
     def _weakest(self) -> int:
         held = self.positions[: self.held]
-        scores = self._score(held, self.seen)[0, 0]
-        lowest = scores.min()
-        if lowest.isnan():
-            raise ValueError(f"{self.policy!r} scored NaN: scores must be comparable, use -inf for what goes first")
-        return int(held.masked_fill(scores != lowest, self.seen).argmin())  # of equals, the oldest goes
+        return weakest(self._score(held, self.seen)[0, 0], held)
 
-    def _reduce(self, dropped: int | None, q_len: int) -> tuple[Tensor, Tensor]:
+    def _reduce(self, dropped: int | None, q_len: int) -> tuple[Index, Index]:
         assert self.capacity is not None
         stays = torch.ones(self.held, dtype=torch.bool)
         if dropped is not None:
@@ -186,9 +190,9 @@ class Slots:
         targets = free.sort().values
         sources = survives[len(old) :].nonzero()[:, 0]
         self._count(gone)
-        if self.in_cache:
-            self._moves[targets] = _younger(gone, self.seen + sources)
-        return targets, sources
+        self.positions[targets] = self.seen + sources
+        self._moves[targets] = _younger(gone, self.seen + sources) if self.in_cache else 0
+        return _run(targets), _run(sources)
 
     def _count(self, gone: Int[Tensor, " gone"]) -> None:
         """Books the evicted positions `gone`: each older token moves up by one for each."""

@@ -27,7 +27,7 @@ class Store:
             self.keys = keys.new_empty(*keys.shape[:2], capacity, keys.shape[-1])
             self.values = values.new_empty(*values.shape[:2], capacity, values.shape[-1])
         self.arrived: Complex[Tensor, "batch num_kv_heads moved freq"] | None = None
-        self._turning: tuple[slice, Tensor, Tensor, Tensor] | None = None  # a run of slots, the buffer, from, to
+        self._turning: tuple[slice, Tensor, Tensor] | None = None  # a run of slots that turns in each step: from, to
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` slots, without a copy."""
@@ -72,10 +72,9 @@ class Store:
             _assign(self.arrived, fresh, rotation.pick(_at(self.keys, fresh)))
         assert self.arrived is not None
         if isinstance(slots, slice):
-            if self._turning is None or self._turning[0] != slots or self._turning[1] is not self.keys:
-                to = rotation.pairs(self.keys[:, :, slots])
-                self._turning = (slots, self.keys, self.arrived[:, :, slots], to)
-            self._turning[3].copy_(torch.view_as_real(self._turning[2] * phase))
+            if self._turning is None or self._turning[0] != slots:
+                self._turning = (slots, self.arrived[:, :, slots], rotation.pairs(self.keys[:, :, slots]))
+            self._turning[2].copy_(torch.view_as_real(self._turning[1] * phase))
         else:
             rows = _at(self.keys, slots)
             rotation.put(rows, _at(self.arrived, slots) * phase)
@@ -100,6 +99,7 @@ class Store:
 
     def rows(self, chosen: Tensor) -> None:
         """Keeps the batch rows `chosen` (int64 `[batch]`, repeats allowed), in that order; frees the others."""
+        self._turning = None  # its views would keep the old buffers alive
         with torch.inference_mode(False):
             self.keys = self.keys.index_select(0, chosen.to(self.keys.device))
             self.values = self.values.index_select(0, chosen.to(self.values.device))

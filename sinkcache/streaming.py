@@ -7,7 +7,6 @@ so that float32 angles are as exact after four million tokens as after a thousan
 Ctrl-C takes effect between steps, never within one, so that all layers of the cache hold the same tokens.
 """
 
-import inspect
 import signal
 import threading
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,7 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sinkcache.cache import SinkCache
-from sinkcache.guard import guard
-from sinkcache.probe import cache_argument
+from sinkcache.guard import arguments, cache_argument, guard
 
 _REBASE_AT = 32_768  # tokens; float32 angles are off by 2e-4 there, 2.5e-2 at four million
 
@@ -43,9 +41,9 @@ def prefill(
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     _check_chunk(chunk)
     guard(model)
-    cache.slots.resolve(input_ids.shape[1])
     if attention_mask is not None:
         cache.begin_step(model, input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
+    cache.slots.resolve(input_ids.shape[1])
     logits = None
     for piece in input_ids.split(chunk, dim=1):
         mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
@@ -66,9 +64,16 @@ def stream(
     `tokens` are ids, or int64 `[batch]` tensors of one id per row; they are taken `chunk` at a time, and with `chunk=1`
     each is taken only after the logits of the one before were yielded, so an iterable may sample from them.
     `rebase_at`: positions the model is given stay below it; by default 32,768 or the trained length, whichever is
-    less. Raises ValueError if `chunk` is below 1 or above `rebase_at`.
+    less. Raises ValueError, before anything is read, if `chunk` is below 1 or above `rebase_at`, the budget is a share
+    of a prompt not read yet, or some layer's rotation is unknown.
     """
     _check_chunk(chunk)
+    if cache.slots.capacity is None:
+        raise ValueError(
+            f"budget={cache.slots.asked} is a share of a prompt and a stream has none: read the prompt with prefill "
+            "first, or give the budget in tokens"
+        )
+    cache.check_rebase()
     config = cast(Any, model).config.get_text_config(decoder=True)
     trained = getattr(config, "max_position_embeddings", None) or _REBASE_AT
     limit = cache.slots.limit
@@ -122,7 +127,7 @@ def step(
 
 def last_logits_alone(model: nn.Module) -> dict[str, int]:
     """The argument that has `model` compute no logits but the last token's; empty where it takes none."""
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    return {"logits_to_keep": 1} if "logits_to_keep" in arguments(model) else {}
 
 
 def _check_chunk(chunk: int) -> None:

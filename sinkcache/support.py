@@ -28,6 +28,8 @@ def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
             f'positions="cache" needs the model, got its {type(config).__name__}: how keys rotate is found by running '
             'it. Pass the model, or positions="original"'
         )
+    if isinstance(model, nn.Module) and getattr(model, "get_output_embeddings", lambda: None)() is None:
+        raise TypeError(f"model must have a language-model head, {type(model).__name__} has none: load a causal LM")
     if config.is_encoder_decoder:
         raise ValueError(f"{type(config).__name__} is an encoder-decoder: SinkCache serves decoder-only models")
     implementation = getattr(getattr(model, "generation_config", None), "cache_implementation", None)

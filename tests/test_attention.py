@@ -8,8 +8,8 @@ from torch.nn import functional
 
 from sinkcache import SinkCache, prefill, stream
 from sinkcache.attention import attend, packed
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM
-from sinkcache.probe import cache_argument
 
 
 def _logits(model: Any, tokens: list[int], chunk: int) -> torch.Tensor:

@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from sinkcache import Entries, Policy, SinkCache, prefill, stream
+from sinkcache.guard import cache_argument
 from sinkcache.layer import SinkLayer
 from sinkcache.policies import StreamingLLM, Window
-from sinkcache.probe import cache_argument
 
 CONVENTIONS: list[Any] = ["cache", "original"]
 HAND_WRITTEN = ["llama", "gpt_neox"]

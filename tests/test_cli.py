@@ -15,8 +15,8 @@ from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 
 from sinkcache import SinkCache, __version__, cli, generation, inspection
 from sinkcache.cli import main
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM
-from sinkcache.probe import cache_argument
 
 WORDS = [f"w{index}" for index in range(96)]
 PROMPT = " ".join(WORDS[index * 7 % 96] for index in range(40))

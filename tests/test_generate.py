@@ -11,8 +11,8 @@ from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 from sinkcache import SinkCache
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM, Window
-from sinkcache.probe import cache_argument
 
 CONVENTIONS: list[Any] = ["cache", "original"]
 FAMILIES = ["llama", "qwen3", "mistral", "gpt_neox", "phi", "gemma3", "olmo2", "glm"]

@@ -13,10 +13,11 @@ import torch
 import transformers as tf
 from conftest import VOCABULARY, build
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
-from sinkcache import Entries, Policy, SinkCache, prefill
+from sinkcache import Entries, Policy, SinkCache, prefill, stream
+from sinkcache.guard import cache_argument
 from sinkcache.policies import StreamingLLM, Window
-from sinkcache.probe import cache_argument
 from sinkcache.slots import Slots
 
 SMALL: dict[str, Any] = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -499,3 +500,70 @@ def test_another_model_is_refused_before_it_reads(model):
         prefill(other, cache, ids(5))
     one_line(error)
     assert cache.seen == 0
+
+
+def test_a_stream_needs_a_budget_in_tokens_or_a_prompt(model):
+    llama = model("llama")
+    cache = SinkCache(llama, Window(), 0.25)
+    with pytest.raises(ValueError, match=r"budget=0.25 is a share of a prompt and a stream has none: read") as error:
+        stream(llama, cache, [1, 2, 3])
+    one_line(error)
+    prefill(llama, cache, ids(16))
+    assert len(list(stream(llama, cache, [1, 2, 3]))) == 3
+    assert cache.kept(0).shape[-1] == 4
+
+
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(TypeError, match="LlamaModel has none: load a causal LM") as error:
+        SinkCache(build("llama").model)  # type: ignore[arg-type]
+    one_line(error)
+
+
+def test_multimodal_positions_are_refused(model):
+    llama = model("llama")
+    with pytest.raises(ValueError, match=r"shape \(3, 1, 5\) are not \[batch, tokens\]") as error:
+        step(llama, SinkCache(llama, budget=8), ids(5), position_ids=torch.arange(5).expand(3, 1, 5))
+    one_line(error)
+
+
+def test_a_growing_layer_of_another_kind_is_refused(model, monkeypatch):
+    class Indexed(DynamicLayer):
+        pass
+
+    real = tf.DynamicCache
+
+    def other(config):
+        cache = real(config=config)
+        cache.layers[1] = Indexed()
+        return cache
+
+    monkeypatch.setattr("sinkcache.cache.DynamicCache", other)
+    with pytest.raises(ValueError, match="layers of a kind SinkCache does not know and so cannot bound: Indexed"):
+        SinkCache(model("llama"), budget=8)
+
+
+def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():
+    config = tf.Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.3,
+    )
+    hybrid = tf.Qwen3NextForCausalLM(config).eval()
+    tokens = ids(60)[0].tolist()
+    one = torch.stack(list(stream(hybrid, SinkCache(hybrid, StreamingLLM(2), 10), tokens, rebase_at=1000)))
+    other = torch.stack(list(stream(hybrid, SinkCache(hybrid, StreamingLLM(2), 10), tokens, rebase_at=16)))
+    torch.testing.assert_close(other, one, rtol=0, atol=1e-3)  # float32, as its experts run in no wider

@@ -9,8 +9,9 @@ from conftest import FAMILIES, VOCABULARY, build
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from sinkcache.guard import cache_argument
 from sinkcache.positions import Rotation
-from sinkcache.probe import cache_argument, probe
+from sinkcache.probe import probe
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 CHANNELS = {"qwen3": 24, "gpt_neox": 4, "phi": 8, "gemma3": 24, "glm": 12}  # how many turn; of the others, all 16

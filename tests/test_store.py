@@ -1,7 +1,9 @@
 """The store against a Python list of slots, each a vector of floats and how far it is turned."""
 
 import copy
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -163,14 +165,6 @@ def _turned_at_once(keys: Tensor, move: int) -> Tensor:
     return turned
 
 
-def test_turns_the_buffer_it_has_when_another_was_put_in_its_place() -> None:
-    store, keys, _ = _filled()
-    store.turn(slice(0, 2), slice(0, 2), 2, ROTATION, _phase([3], keys))
-    store.keys = store.keys.clone()
-    store.turn(slice(0, 2), None, 2, ROTATION, _phase([8], keys))
-    torch.testing.assert_close(store.keys[:, :, :2], _turned_at_once(keys, 8)[:, :, :2])
-
-
 def test_a_copy_turns_on_its_own() -> None:
     store, keys, _ = _filled()
     store.turn(slice(0, 2), slice(0, 2), 2, ROTATION, _phase([3], keys))
@@ -250,6 +244,16 @@ def test_frees_the_rows_it_drops() -> None:
     before = sum(tensor.untyped_storage().nbytes() for tensor in store.tensors())
     store.rows(torch.tensor([1]))
     assert sum(tensor.untyped_storage().nbytes() for tensor in store.tensors()) == before // 2
+
+
+def test_no_view_keeps_dropped_rows_alive() -> None:
+    store, keys, _ = _filled()
+    store.turn(slice(0, 2), slice(0, 2), 2, ROTATION, _phase([4], keys))
+    store.turn(slice(0, 2), None, 2, ROTATION, _phase([5], keys))
+    old = weakref.ref(store.keys)
+    store.rows(torch.tensor([1]))
+    gc.collect()
+    assert old() is None
 
 
 def test_names_every_tensor_it_holds() -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from sinkcache import SinkCache, prefill, stream
+from sinkcache.guard import cache_argument
 from sinkcache.layer import SinkLayer
 from sinkcache.policies import StreamingLLM, Window
-from sinkcache.probe import cache_argument
 
 FAR = 4_000_000
 NEVER = 10**9
