@@ -119,9 +119,9 @@ def measure(model: nn.Module, budget: int, rounds: int) -> dict[str, list[float]
     config: Any = model.config
     shape = (1, config.num_key_value_heads, budget, config.hidden_size // config.num_attention_heads)
     for cache, _ in caches.values():
-        for layer in range(config.num_hidden_layers):  # as a prompt would
+        for layer in cache.layers:  # as a prompt would
             keys, values = torch.randn(2, *shape, dtype=next(model.parameters()).dtype)
-            cache.update(keys, values, layer)
+            cast(Any, layer).update(keys, values)
     seconds: dict[str, list[float]] = {each: [] for each in caches}
     for turn in range(rounds + 2):
         for each, (cache, before) in caches.items():

@@ -47,6 +47,7 @@ def generate(console: Console, subject: Subject, seed: int) -> None:
     after = f"{cache.nbytes / 2**20:.2f} MiB after {cache.seen}"
     console.print(
         f"\nBytes held: {before / 2**20:.2f} MiB after {read} tokens, {after}. The {cache.kept(0).shape[-1]} held "
-        "are the first 4 tokens and the newest; what was evicted is forgotten.",
+        "are the first 4 tokens and the newest; what was evicted is forgotten. Slots are set aside at once; the few "
+        "bytes more are the first tokens' keys as they arrived.",
         highlight=False,
     )

@@ -38,7 +38,8 @@ def figures(rows: Sequence[Row]) -> dict[str, tuple[str, "Figure"]]:
         ),
     }
     for field, words in (("budget", "budget, tokens a layer holds"), ("sinks", "first tokens never evicted")):
-        if len({row["setting"][field] for row in rows if row["setting"][field] is not None}) > 1:
+        values = {row["setting"][field] for row in rows if row["setting"][field] is not None}
+        if len(values) > (2 if field == "sinks" else 1):  # none and one number of sinks make no curve
             caption = (
                 f"Perplexity of the tokens after the first eviction, by {field}. Dashed: the full cache, whole text."
             )

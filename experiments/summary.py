@@ -59,7 +59,7 @@ class Line:
             *("-" if value is None else str(value) for value in plain),
             "below" if self.sampled else number(self.perplexity),
             "below" if self.sampled else number(self.after),
-            number(self.ratio),
+            "below" if self.sampled else number(self.ratio),
             number(self.mib),
             number(self.ms_per_token),
         )

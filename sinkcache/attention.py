@@ -37,11 +37,13 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch q_len num_heads value_dim"], None]:
     """Attention of a step's queries, as transformers' sdpa attention computes it."""
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("packed attention has no learned sinks (s_aux), which this model needs: use eager attention")
     num_kv_heads = key.shape[1]
     plain = attention_mask is None and dropout == 0.0 and kwargs.get("position_bias") is None
-    plain = plain and kwargs.get("softcap") is None and kwargs.get("s_aux") is None
+    plain = plain and kwargs.get("softcap") is None
     if not plain or query.shape[2] != 1 or query.shape[1] == num_kv_heads or query.device.type != "cpu":
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)  # type: ignore[return-value]
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     grouped = rearrange(query, "b (h g) 1 d -> b h g d", h=num_kv_heads)
     output = scaled_dot_product_attention(grouped, key, value, scale=scaling)
     return rearrange(output, "b h g d -> b 1 (h g) d"), None

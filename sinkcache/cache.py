@@ -16,9 +16,10 @@ from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
 from sinkcache.positions import Rotation, same
 from sinkcache.slots import Slots
-from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of
+from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of, scales_by_position
 
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # of the growing kinds
+_COUNTING = (SinkLayer, DynamicSlidingWindowLayer)
 
 
 class SinkCache(Cache, Guarded):
@@ -47,7 +48,8 @@ class SinkCache(Cache, Guarded):
         positions: Positions | None = None,
     ) -> None:
         if not isinstance(policy, Policy):
-            raise TypeError(f"policy must be a Policy object such as StreamingLLM(num_sinks=4), got {policy!r}")
+            given = f"a {type(policy).__name__}" if isinstance(policy, nn.Module) else repr(policy)
+            raise TypeError(f"policy must be a Policy object such as StreamingLLM(num_sinks=4), got {given}")
         chosen = cast(Positions, policy.convention if positions is None else positions)
         if chosen not in ("cache", "original"):
             raise ValueError(f'positions must be "cache" or "original", got {chosen!r}')
@@ -71,7 +73,9 @@ class SinkCache(Cache, Guarded):
         self.rotations = rotations_of(model) if isinstance(model, nn.Module) else [None] * len(layers)
         self.policy, self.positions = policy, chosen
         self.slots = Slots(policy, asked, chosen == "cache", limit)
-        self._before: int | None = None
+        self._before: int | None = None  # tokens seen when the pass under way began
+        self._checked: int | None = None  # the model that was last found to rotate as the cache does
+        self._scales = scales_by_position(config)
         for index in bounded:
             rotation = self.rotations[index]
             if isinstance(rotation, str) and chosen == "cache":
@@ -117,6 +121,8 @@ class SinkCache(Cache, Guarded):
         if unknown or not self._watched:
             reason = unknown[0] if unknown else "the cache was made from a config, so its rotations are unknown"
             raise ValueError(f"positions cannot be re-based: {reason}")
+        if self._scales:
+            raise ValueError("positions cannot be re-based: this model scales its queries by their position")
 
     def rebase(self, shift: int) -> None:
         """From the next step on, the model's positions are the stream's minus `shift`; stored keys are moved to fit.
@@ -166,11 +172,12 @@ class SinkCache(Cache, Guarded):
                 f"no new tokens: the cache has seen {self.seen} and was given no more. Pass the whole conversation, or "
                 "the new tokens with an attention_mask as wide as both; for another text call cache.reset() first"
             )
-        if self.seen == 0 and self._watched and not self._made_for(model):
+        if self._watched and id(model) != self._checked and not self._made_for(model):
             raise ValueError(
                 f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
                 "for each model"
             )
+        self._checked = id(model)
         self._check_mask(q_len, attention_mask)
         self._check_positions(q_len, position_ids)
         self._before = self.seen
@@ -184,6 +191,15 @@ class SinkCache(Cache, Guarded):
                 "it was given, so what it computed is not bounded. Report the model; do not trust this output"
             )
         self._before = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' caches do; raises RuntimeError in a pass that was not announced, so could not be checked."""
+        if self._watched and self._before is None:
+            raise RuntimeError(
+                "these keys come from a pass that was not announced to the SinkCache: call the very causal LM it was "
+                "made for, not another model or a part of it"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises NotImplementedError unless nothing is to be removed: an evicted token cannot come back."""
@@ -216,6 +232,8 @@ class SinkCache(Cache, Guarded):
             if self.slots.shift != 0:
                 self.rebase(0)  # the model will count from the tokens seen
             return
+        if position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
+            position_ids = position_ids[0]  # multimodal positions of text: all axes count alike
         if position_ids.ndim != 2:
             raise ValueError(
                 f"position_ids of shape {tuple(position_ids.shape)} are not [batch, tokens]: multimodal positions are "
@@ -230,6 +248,11 @@ class SinkCache(Cache, Guarded):
                 f"position_ids are not {q_len} positions in a row from {first}, the same in each row: padded batches "
                 "and packed sequences are not supported yet. Run rows one by one"
             )
+        if self.seen > 0 and first not in (self.seen, self.seen - self.slots.shift):
+            raise ValueError(
+                f"position_ids begin at {first}, but the cache has seen {self.seen} tokens: pass positions that go on "
+                "from there, or none, and leave use_cache on"
+            )
         if self.seen - first != self.slots.shift:
             self.rebase(self.seen - first)
 
@@ -238,6 +261,6 @@ class SinkCache(Cache, Guarded):
         return len(other) == len(self.rotations) and all(map(same, self.rotations, other))
 
     def _apart(self) -> list[int]:
-        """The bounded layers that have not seen what the others have."""
-        bounded = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, SinkLayer))
-        return [index for index, layer in bounded if layer.seen != self.seen]
+        """The layers that count tokens and have not seen what the others have."""
+        counting = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING))
+        return [index for index, layer in counting if layer.get_seq_length() != self.seen]

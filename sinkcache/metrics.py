@@ -102,14 +102,9 @@ def score(
     `bos` is an id to put before the text, or None. Raises ValueError, before anything is read, if there are fewer than
     two tokens to read, the cache is not empty, `chunk` is below 1, or `attend="token"` cannot be had.
     """
-    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
-        raise ValueError(f"input_ids must be one text, [1, tokens], got shape {tuple(input_ids.shape)}")
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, got {chunk}")
-    if bos is not None:
-        input_ids = torch.cat([input_ids.new_full((1, 1), bos), input_ids], dim=1)
-    if input_ids.shape[1] < 2:
-        raise ValueError(f"a text needs at least two tokens to be scored, got {input_ids.shape[1]}")
+    if bos is not None and input_ids.ndim == 2:
+        input_ids = torch.cat([input_ids.new_full((len(input_ids), 1), bos), input_ids], dim=1)
+    _check(input_ids, chunk=chunk)
     if cache.get_seq_length() != 0:
         raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already: call reset() or use a fresh one")
     if attend not in ("held", "token"):
@@ -222,6 +217,8 @@ def _nll(logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"])
 
 
 def _check(input_ids: Tensor, **counts: int) -> None:
+    if input_ids.ndim != 2 or input_ids.shape[0] != 1:
+        raise ValueError(f"input_ids must be one text, [1, tokens], got shape {tuple(input_ids.shape)}")
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

@@ -32,7 +32,7 @@ def probe(model: nn.Module) -> list[Rotation | str | None]:
     if "position_ids" not in arguments(model):
         raise ValueError(
             f"{type(model).__name__} takes no position_ids, so its positions cannot be told: SinkCache needs rotary or "
-            "no position embeddings"
+            "no position embeddings. If it wraps another model, pass that one"
         )
     weight = cast(Any, model).get_input_embeddings().weight
     if weight.device.type == "meta":

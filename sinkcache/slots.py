@@ -45,7 +45,7 @@ class Slots:
     def resolve(self, prompt: int) -> None:
         """Settles a budget that is a share of the prompt, `prompt` tokens long; a settled budget stays as it is."""
         if self.capacity is None:
-            budget = math.ceil(self.asked * prompt)
+            budget = math.ceil(round(self.asked * prompt, 9))  # 0.07 of 100 is 7, whatever floats make of it
             self.policy.check(budget)
             self._allocate(budget)
 
@@ -161,8 +161,12 @@ class Slots:
         return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place)
 
     def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:
-        entries = Entries(positions[None, None], seen)
+        entries = Entries(positions[None, None].clone(), seen)  # a policy may do with it what it likes
         scores = self.policy.score(entries)
+        if not isinstance(scores, Tensor):
+            raise ValueError(
+                f"{self.policy!r} scored a {type(scores).__name__}: return a tensor, one score for each entry"
+            )
         if scores.shape != entries.positions.shape:
             raise ValueError(
                 f"{self.policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: "

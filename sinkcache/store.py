@@ -5,6 +5,8 @@ simply takes the slot of the evicted one. A key stays as it arrived. Where it mu
 buffer holds the turned key and `arrived` holds the original, so that no key is ever rounded twice.
 """
 
+from typing import Any
+
 import torch
 from jaxtyping import Complex, Float
 from torch import Tensor
@@ -28,6 +30,9 @@ class Store:
             self.values = values.new_empty(*values.shape[:2], capacity, values.shape[-1])
         self.arrived: Complex[Tensor, "batch num_kv_heads moved freq"] | None = None
         self._turning: tuple[slice, Tensor, Tensor] | None = None  # a run of slots that turns in each step: from, to
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_turning": None}  # views, which a pickle would cut off from their buffers
 
     def read(self, length: int) -> tuple[Tensor, Tensor]:
         """The first `length` slots, without a copy."""

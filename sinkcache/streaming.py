@@ -43,11 +43,14 @@ def prefill(
     guard(model)
     if attention_mask is not None:
         cache.begin_step(model, input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
+    if cache.seen == 0:
+        cache.reset()  # of what a pass that failed may have settled
     cache.slots.resolve(input_ids.shape[1])
     logits = None
     for piece in input_ids.split(chunk, dim=1):
         mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
-        logits = step(model, cache, piece, attention_mask=mask, last_only=True)
+        positions = _positions(cache, piece) if cache.slots.shift != 0 else None  # as a stream before it left them
+        logits = step(model, cache, piece, attention_mask=mask, position_ids=positions, last_only=True)
     assert logits is not None
     return logits[:, -1]
 
@@ -68,6 +71,11 @@ def stream(
     of a prompt not read yet, or some layer's rotation is unknown.
     """
     _check_chunk(chunk)
+    if isinstance(tokens, Tensor) and tokens.ndim != 1:
+        raise ValueError(
+            f"tokens of shape {tuple(tokens.shape)} would be read row by row: give input_ids[0] for one row, or "
+            "input_ids.T.unbind() for a batch"
+        )
     if cache.slots.capacity is None:
         raise ValueError(
             f"budget={cache.slots.asked} is a share of a prompt and a stream has none: read the prompt with prefill "
@@ -77,7 +85,8 @@ def stream(
     config = cast(Any, model).config.get_text_config(decoder=True)
     trained = getattr(config, "max_position_embeddings", None) or _REBASE_AT
     limit = cache.slots.limit
-    rebase_at = rebase_at or (min(_REBASE_AT, trained) if limit is None else limit - 1)
+    if rebase_at is None:
+        rebase_at = min(_REBASE_AT, trained) if limit is None else limit - 1
     if chunk > rebase_at:
         raise ValueError(f"chunk must not exceed rebase_at, got {chunk} with rebase_at={rebase_at}: use smaller chunks")
     guard(model)
@@ -92,10 +101,13 @@ def _stream(
         input_ids = _column(piece).to(device)
         if cache.seen - cache.slots.shift + len(piece) > rebase_at:
             cache.rebase(cache.seen)
-        first = cache.seen - cache.slots.shift
-        positions = torch.arange(first, first + len(piece), device=device)[None].expand(input_ids.shape[0], -1)
-        logits = step(model, cache, input_ids, position_ids=positions)
+        logits = step(model, cache, input_ids, position_ids=_positions(cache, input_ids))
         yield from logits.unbind(dim=1)
+
+
+def _positions(cache: SinkCache, input_ids: Int[Tensor, "batch q_len"]) -> Int[Tensor, "batch q_len"]:
+    first = cache.seen - cache.slots.shift
+    return torch.arange(first, first + input_ids.shape[1], device=input_ids.device)[None].expand(input_ids.shape[0], -1)
 
 
 def _column(piece: list[int | Tensor]) -> Int[Tensor, "batch q_len"]:

@@ -22,7 +22,10 @@ def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
     """
     config = getattr(model, "config", None) if isinstance(model, nn.Module) else model
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"model must be a causal LM or its config, got {type(model).__name__}")
+        raise TypeError(
+            f"model must be a causal LM or its config, got {type(model).__name__}: load it first, with transformers or "
+            "sinkcache.models.load"
+        )
     if config is model and positions == "cache":
         raise TypeError(
             f'positions="cache" needs the model, got its {type(config).__name__}: how keys rotate is found by running '
@@ -42,9 +45,14 @@ def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
 
 
 def rotations_of(model: nn.Module) -> list[Rotation | str | None]:
-    """Per layer its rotation, None, or why it is unknown (see `probe`); probed again only when the model was cast."""
+    """Per layer its rotation, None, or why it is unknown (see `probe`); probed again only when they changed."""
     weight = cast(Any, model).get_input_embeddings().weight
-    state = (weight.dtype, weight.device)  # casting a model casts its frequencies
+    sums = [float(buffer.sum()) for name, buffer in model.named_buffers() if "inv_freq" in name and not buffer.is_meta]
+    state = (
+        weight.dtype,
+        weight.device,
+        sums,
+    )  # casting a model rounds its frequencies, and casting back leaves them so
     if model not in _PROBED or _PROBED[model][0] != state:
         _PROBED[model] = (state, probe(model))
     return list(_PROBED[model][1])
@@ -71,3 +79,8 @@ def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | Non
             'positions="cache" with sinkcache.stream, which keeps positions below it'
         )
     return cast(int, config.max_position_embeddings)
+
+
+def scales_by_position(config: PreTrainedConfig) -> bool:
+    """Whether queries are scaled by their absolute position, which re-basing would change."""
+    return "llama_4_scaling_beta" in (getattr(config, "rope_parameters", None) or {})

@@ -522,7 +522,7 @@ def test_a_model_without_a_head_is_refused():
 def test_multimodal_positions_are_refused(model):
     llama = model("llama")
     with pytest.raises(ValueError, match=r"shape \(3, 1, 5\) are not \[batch, tokens\]") as error:
-        step(llama, SinkCache(llama, budget=8), ids(5), position_ids=torch.arange(5).expand(3, 1, 5))
+        step(llama, SinkCache(llama, budget=8), ids(5), position_ids=torch.arange(15).reshape(3, 1, 5))
     one_line(error)
 
 

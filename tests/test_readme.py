@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,40 +13,51 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from sinkcache import SinkCache, prefill
+from sinkcache.guard import cache_argument
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
 
 
 @pytest.fixture
 def names(monkeypatch):
-    """What a reader has at hand: the first block's names, its model a tiny one and its generation short."""
+    """What a reader has at hand after the first block, its model a tiny one."""
     tiny = build("llama")
     words = Tokenizer(WordLevel({f"word{index}": index for index in range(97)}, unk_token="word1"))
     words.pre_tokenizer = Whitespace()
-    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words)
-    monkeypatch.setattr(tf.AutoModelForCausalLM, "from_pretrained", lambda name: tiny)
-    monkeypatch.setattr(tf.AutoTokenizer, "from_pretrained", lambda name: tokenizer)
-    return {"model": tiny}
+    tokenizer = tf.PreTrainedTokenizerFast(tokenizer_object=words, model_input_names=["input_ids", "attention_mask"])
+    monkeypatch.setattr("sinkcache.models.load", lambda name: (tiny, tokenizer))
+    inputs = tokenizer("The history of the sea is", return_tensors="pt")
+    return {"model": tiny, "tokenizer": tokenizer, "inputs": inputs, "torch": torch}
+
+
+def _run(block: str, names: dict[str, Any], **changes: str) -> None:
+    for old, new in {"cache=cache": f"{cache_argument(names['model'])}=cache", **changes}.items():
+        block = block.replace(old, new)
+    exec(block, names)
 
 
 def test_the_first_example_generates_past_its_budget(names, capsys):
-    shorter = BLOCKS[0].replace("budget=256", "budget=8").replace("max_new_tokens=2000", "max_new_tokens=30")
-    assert shorter != BLOCKS[0]
-    exec(shorter, names)
+    _run(BLOCKS[0], names, **{"budget=256": "budget=8", "max_new_tokens=2000": "max_new_tokens=30"})
     assert names["cache"].kept(0).shape[-1] == 8
     assert capsys.readouterr().out.split()[-2] == str(names["cache"].seen)
 
 
 def test_the_caches_it_shows_can_be_made(names):
-    exec("from sinkcache import SinkCache\n" + BLOCKS[1], names)
+    _run("from sinkcache import SinkCache\n" + BLOCKS[1], names)
+
+
+def test_prompt_turn_and_stream_go_on_from_one_another(names):
+    _run("from sinkcache import SinkCache\nfrom sinkcache.policies import StreamingLLM\n" + BLOCKS[2], names)
+    prompt, turn = names["inputs"]["input_ids"].shape[1], names["turn"].shape[1]
+    assert names["cache"].seen == prompt + 50 + turn + 49 + 3
 
 
 def test_the_policy_it_shows_can_be_used(names):
-    exec(BLOCKS[2], names)
+    _run(BLOCKS[3], names)
     cache = SinkCache(names["model"], names["EveryOther"](recent=4), 12)
     prefill(names["model"], cache, torch.randint(1, VOCABULARY, (1, 40)))
     assert cache.kept(0)[0, 0].tolist() == [*range(20, 36, 2), 36, 37, 38, 39]
 
 
-def test_it_has_three_blocks_of_python():
-    assert len(BLOCKS) == 3
+def test_it_has_four_blocks_of_python():
+    assert len(BLOCKS) == 4
