@@ -3,19 +3,20 @@
 from typing import Any
 
 
-def asked_budget(budget: Any, layers: int) -> int | float:
-    """The budget that `layers` bounded layers share: tokens, or a share in (0, 1] of the prompt.
+def asked_budgets(budget: Any, layers: int) -> list[int | float]:
+    """The budget of each of `layers` bounded layers: tokens, or a share in (0, 1] of the prompt.
 
-    Raises TypeError or ValueError for anything else, with the value and the way out.
+    Raises TypeError or ValueError for anything but one such number or a list of one for each layer.
     """
-    if isinstance(budget, (list, tuple)):
-        for each in budget:
-            asked_budget(each, layers)
-        if len(budget) != layers:
-            raise ValueError(f"budget has {len(budget)} entries for {layers} bounded layers: give one number for each")
-        if len(set(budget)) > 1:
-            raise ValueError(f"budgets that differ between layers are not supported yet, got {budget}: give one number")
-        budget = budget[0]
+    if not isinstance(budget, (list, tuple)):
+        return [_asked(budget)] * layers
+    each = [_asked(one) for one in budget]
+    if len(each) != layers:
+        raise ValueError(f"budget has {len(each)} entries for {layers} bounded layers: give one number for each")
+    return each
+
+
+def _asked(budget: Any) -> int | float:
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
         raise TypeError(f"budget must be tokens (a whole number) or a share of the prompt (a float), got {budget!r}")
     if isinstance(budget, float) and not 0 < budget <= 1:

@@ -1,28 +1,44 @@
 """`SinkCache`: a transformers cache that holds at most `budget` tokens a layer, chosen by an eviction policy."""
 
-from typing import Any, cast
+import copy
+import os
+from collections.abc import Sequence
+from typing import Any, Literal, cast
 
 import torch
 from jaxtyping import Int
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import DynamicCache, PreTrainedConfig
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from sinkcache.budgets import asked_budget
-from sinkcache.guard import Guarded, guard
+from sinkcache.attention import fit
+from sinkcache.budgets import asked_budgets
+from sinkcache.files import Origin, read, write
+from sinkcache.guard import guard
+from sinkcache.lanes import Lanes
 from sinkcache.layer import SinkLayer
+from sinkcache.ledger import Ledger
 from sinkcache.memory import held_bytes, storage, tensors_of
+from sinkcache.passes import Announced
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
-from sinkcache.positions import Rotation, same
+from sinkcache.positions import Rotation
+from sinkcache.probe import Found
 from sinkcache.slots import Slots
-from sinkcache.support import Positions, decoder_config, frequency_limit, rotations_of, scales_by_position
+from sinkcache.store import At
+from sinkcache.support import (
+    Positions,
+    check_sliding,
+    decoder_config,
+    found_in,
+    frequency_limit,
+    scales_by_position,
+)
 
 _KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # of the growing kinds
-_COUNTING = (SinkLayer, DynamicSlidingWindowLayer)
 
 
-class SinkCache(Cache, Guarded):
+class SinkCache(Announced):
     """Holds at most `budget` tokens in each full-attention layer of `model`; pass it to `model.generate(cache=...)`.
 
     It bounds memory and keeps generation fluent past the trained length; it does not extend what the model remembers:
@@ -32,9 +48,15 @@ class SinkCache(Cache, Guarded):
     its config, where `positions` is "original": it is trusted, nothing is probed and no pass is checked.
     `budget`: tokens a layer holds, sinks and the newest token included; or a share in (0, 1] of the prompt, settled by
     the first step or by `prefill` (which knows the whole prompt; `generate(prefill_chunk_size=...)` shows the cache the
-    first chunk alone); or a list of one number for each bounded layer, which must be equal for now.
+    first chunk alone); or a list of one for each bounded layer. Layers that hold different numbers need a mask each:
+    the model's attention is then set to one that cuts the mask to each layer's keys (sdpa and eager attention).
     `positions`: "cache" (positions inside the cache, as in StreamingLLM), "original" (those of the stream), or None for
     the policy's own.
+    `sliding`: "native", or "bound": layers with a sliding window are bounded too; the budget must fit into the window.
+
+    `offload`: "cpu" keeps every layer's storage on the CPU but while that layer computes.
+
+    Rows of a batch padded on the left, or with holes, are each as they would be alone: pads are never held.
 
     Raises TypeError for arguments of another kind, ValueError for values out of range and for models that cannot be
     bounded exactly, each with its reason.
@@ -44,8 +66,10 @@ class SinkCache(Cache, Guarded):
         self,
         model: nn.Module | PreTrainedConfig,
         policy: Policy = StreamingLLM(),  # noqa: B008 - frozen and without state
-        budget: int | float | list[int] = 1024,
+        budget: int | float | list[int] | list[float] = 1024,
         positions: Positions | None = None,
+        sliding: Literal["native", "bound"] = "native",
+        offload: Literal["cpu"] | None = None,
     ) -> None:
         if not isinstance(policy, Policy):
             given = f"a {type(policy).__name__}" if isinstance(policy, nn.Module) else repr(policy)
@@ -53,58 +77,76 @@ class SinkCache(Cache, Guarded):
         chosen = cast(Positions, policy.convention if positions is None else positions)
         if chosen not in ("cache", "original"):
             raise ValueError(f'positions must be "cache" or "original", got {chosen!r}')
+        if sliding not in ("native", "bound"):
+            raise ValueError(f'sliding must be "native" or "bound", got {sliding!r}')
+        if offload not in ("cpu", None):
+            raise ValueError(f'offload must be "cpu" or None, got {offload!r}')
         config = decoder_config(model, chosen)
         limit = frequency_limit(config, chosen)
-        layers = DynamicCache(config=config).layers
-        bounded = [index for index, layer in enumerate(layers) if type(layer) is DynamicLayer]
-        unknown = [type(each) for each in layers if isinstance(each, DynamicLayer) and type(each) not in _KNOWN]
-        if unknown:
+        layers: list[Any] = DynamicCache(config=config).layers
+        bounded = _bounded(config, layers, sliding)
+        asked = asked_budgets(budget, len(bounded))
+        for each in asked:
+            if isinstance(each, int):
+                policy.check(each)
+        self.window = check_sliding(config, [layers[index] for index in bounded], asked)
+        self.watched, self.offloaded = isinstance(model, nn.Module), offload == "cpu"
+        if len(set(asked)) > 1:
+            fit(model)
+        found = found_in(model) if isinstance(model, nn.Module) else Found([None] * len(layers), ordered=False)
+        self.rotations, self.ordered = list(found.rotations), found.ordered
+        if self.ordered and chosen == "original":
             raise ValueError(
-                f"{type(config).__name__} has layers of a kind SinkCache does not know and so cannot bound: "
-                f"{unknown[0].__name__}"
+                'positions="original" cannot be had: this model goes by the order of its cache (ALiBi), so distance is '
+                'counted inside the cache. Use positions="cache"'
             )
-        if not bounded:
-            kinds = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-            raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {kinds or 'unknown'}")
-        asked = asked_budget(budget, len(bounded))
-        if isinstance(asked, int):
-            policy.check(asked)
-        self._watched = isinstance(model, nn.Module)
-        self.rotations = rotations_of(model) if isinstance(model, nn.Module) else [None] * len(layers)
-        self.policy, self.positions = policy, chosen
-        self.slots = Slots(policy, asked, chosen == "cache", limit)
-        self._before: int | None = None  # tokens seen when the pass under way began
-        self._checked: int | None = None  # the model that was last found to rotate as the cache does
+        self.policy, self.positions, self.sliding = policy, chosen, sliding
+        self.lanes = Lanes()
+        books = {each: Slots(policy, each, chosen == "cache", limit, self.ordered) for each in asked}
+        ledgers = {each: Ledger(book, self.lanes) for each, book in books.items()}
+        self.ledgers = list(ledgers.values())
         self._scales = scales_by_position(config)
-        for index in bounded:
+        for index, each in zip(bounded, asked, strict=True):
             rotation = self.rotations[index]
             if isinstance(rotation, str) and chosen == "cache":
                 raise ValueError(f'positions="cache" cannot be had: {rotation}. Use positions="original"')
-            layers[index] = SinkLayer(self.slots, rotation if isinstance(rotation, Rotation) else None)
+            known = rotation if isinstance(rotation, Rotation) else None
+            layers[index] = SinkLayer(ledgers[each], known, layers[index].is_sliding)
         super().__init__(layers=layers)
+        self.origin = Origin(model)
         if isinstance(model, nn.Module):
             guard(model)
 
     @property
     def seen(self) -> int:
-        """Tokens of the stream read so far."""
-        return self.slots.seen
+        """Tokens of the stream read so far; of a padded batch, pads included."""
+        return self.lanes.seen
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage held by all layers, native ones and turned keys' originals included."""
         return held_bytes(self)
 
+    @property
+    def slots(self) -> Slots:
+        """The one book that all layers and rows follow; raises ValueError where budgets or rows differ."""
+        if len(self.ledgers) > 1 or len(self.lanes) > 1:
+            raise ValueError("layers or rows of this cache hold different numbers of tokens: no one book tells of all")
+        return self.ledgers[0].books[0]
+
     def kept(self, layer: int) -> Int[Tensor, "batch num_kv_heads kept"]:
         """Stream positions that layer number `layer` holds, ascending; a copy.
 
-        Raises ValueError if that layer keeps its native cache.
+        In a padded batch they count a row's own tokens, and rows that hold fewer are filled up with -1 in front. Raises
+        ValueError if that layer keeps its native cache.
         """
         bounded = self.layers[layer]
         if not isinstance(bounded, SinkLayer):
             raise ValueError(f"layer {layer} is not bounded: it keeps its native {type(bounded).__name__}")
         batch, heads = bounded.store.keys.shape[:2] if bounded.store is not None else (1, 1)
-        return self.slots.kept().expand(batch, heads, -1).clone()
+        kept = bounded.ledger.kept()
+        rows = kept.expand(batch, -1) if self.lanes.of is None else kept[self.lanes.of]
+        return rows[:, None].expand(-1, heads, -1).clone()
 
     def reset(self) -> None:
         """Frees the storage and forgets the stream; the cache can be used again."""
@@ -113,154 +155,194 @@ class SinkCache(Cache, Guarded):
             if type(layer) is DynamicSlidingWindowLayer:  # before transformers 5.18 its keys stayed, as zeros
                 layer.keys = layer.values = None
                 layer.is_initialized = False
-        self.slots.reset()
+        self.lanes.reset()
+        self._before = self._apart_from = None
+        for ledger in self.ledgers:
+            ledger.reset()
+
+    def resolve(self, q_len: int) -> None:
+        """Settles budgets that are a share of the prompt, of which `q_len` columns (those announced, if any) come."""
+        for ledger in self.ledgers:
+            for lane, book in enumerate(ledger.books):
+                book.resolve(len(self.lanes.columns(lane, q_len)) if self.lanes.padded else q_len)
 
     def check_rebase(self) -> None:
         """Raises ValueError if some layer's rotation is unknown, so that positions cannot be re-based."""
         unknown = [each for each in self.rotations if isinstance(each, str)]
-        if unknown or not self._watched:
+        if unknown or not self.watched:
             reason = unknown[0] if unknown else "the cache was made from a config, so its rotations are unknown"
             raise ValueError(f"positions cannot be re-based: {reason}")
         if self._scales:
             raise ValueError("positions cannot be re-based: this model scales its queries by their position")
 
-    def rebase(self, shift: int) -> None:
-        """From the next step on, the model's positions are the stream's minus `shift`; stored keys are moved to fit.
+    def rebase(self, shifts: int | Sequence[int]) -> None:
+        """From the next step on, the model's positions are the stream's minus the shift; stored keys are moved to fit.
 
-        `stream` calls it so that positions stay small. Raises ValueError if some layer's rotation is unknown.
+        `shifts`: one for all rows, or one for each lane of a padded batch. `stream` calls it so that positions stay
+        small. Raises ValueError if some layer's rotation is unknown.
         """
-        self.check_rebase()
-        move = self.slots.shift - shift
-        baked = self.slots.rebase(shift)
+        each = [shifts] * len(self.lanes) if isinstance(shifts, int) else list(shifts)
+        if self.seen > 0:
+            self.check_rebase()
+        baked = {id(ledger): ledger.rebase(each) for ledger in self.ledgers}
+        if self.seen == 0:
+            return
         for layer, rotation in zip(self.layers, self.rotations, strict=True):
-            keys = getattr(layer, "keys", None)
-            if not isinstance(rotation, Rotation) or keys is None or move == 0:
+            if not isinstance(rotation, Rotation) or getattr(layer, "keys", None) is None:
                 continue
-            phase = rotation.phase(torch.tensor([move]), keys)
-            if isinstance(layer, SinkLayer):
-                assert layer.store is not None
-                layer.store.bake(baked, rotation, phase)
-            else:  # a native window: every key it holds is young; a copy, since it may be an inference tensor
-                turned = keys.clone()
-                rotation.put(turned, rotation.pick(keys) * phase)
-                cast(Any, layer).keys = turned
+            ledger = layer.ledger if isinstance(layer, SinkLayer) else self.ledgers[0]
+            for rows, slots, move in baked[id(ledger)]:
+                if move != 0:
+                    _turn(layer, rotation, rows, slots, move)
 
     def describe(self) -> str:
-        """A table: layer, kind, policy, budget, kept, evicted, bytes."""
+        """A table: layer, kind, policy, budget, kept, evicted, bytes; of a padded batch, of the row with the most."""
         rows: list[tuple[str, ...]] = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
         for index, layer in enumerate(self.layers):
             held = str(storage(tensors_of(layer)))
             if isinstance(layer, SinkLayer):
-                kept = self.slots.held if layer.store is not None else 0
-                budget = self.slots.capacity if self.slots.capacity is not None else self.slots.asked
-                row = ("full", repr(self.policy), str(budget), str(kept), str(layer.seen - kept))
+                book = max(layer.ledger.books, key=lambda each: each.seen)
+                kept = book.held if layer.store is not None else 0
+                budget = book.capacity if book.capacity is not None else book.asked
+                kind = "sliding" if layer.is_sliding else "full"
+                row = (kind, repr(self.policy), str(budget), str(kept), str(book.seen - kept))
             else:
                 row = (type(layer).__name__, "native", "-", "-", "-")
             rows.append((str(index), *row, held))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
-    def begin_step(self, model: nn.Module, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
-        """Raises ValueError for another model, padding, masks and positions it cannot serve, RuntimeError if torn."""
-        if apart := self._apart():
-            raise RuntimeError(
-                f"layers {apart} have not seen {self.seen} tokens as the others have: a forward pass was interrupted. "
-                "Call cache.reset() and read the prompt again"
-            )
-        if q_len < 1:
-            raise ValueError(
-                f"no new tokens: the cache has seen {self.seen} and was given no more. Pass the whole conversation, or "
-                "the new tokens with an attention_mask as wide as both; for another text call cache.reset() first"
-            )
-        if self._watched and id(model) != self._checked and not self._made_for(model):
-            raise ValueError(
-                f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
-                "for each model"
-            )
-        self._checked = id(model)
-        self._check_mask(q_len, attention_mask)
-        self._check_positions(q_len, position_ids)
-        self._before = self.seen
+    def fork(self, batch: int = 1) -> "SinkCache":
+        """A cache that goes its own way from here, each row repeated `batch` times; this one stays as it is.
 
-    def end_step(self) -> None:
-        """Raises RuntimeError if some layer did not store its tokens here."""
-        apart = self._apart()
-        if self.seen == self._before or apart:
-            raise RuntimeError(
-                f"the model did not store its tokens in layers {apart or 'of this cache'}: it bypassed the SinkCache "
-                "it was given, so what it computed is not bounded. Report the model; do not trust this output"
-            )
-        self._before = None
+        It may evict, even if assisted decoding has left this one waiting for tokens to be taken back.
+        """
+        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
+            raise ValueError(f"batch must be 1 or more rows for each, got {batch!r}")
+        twin = copy.deepcopy(self)
+        for layer in cast(list[Any], twin.layers):
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+        if batch > 1:
+            twin.batch_repeat_interleave(batch)
+        return twin
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' caches do; raises RuntimeError in a pass that was not announced, so could not be checked."""
-        if self._watched and self._before is None:
-            raise RuntimeError(
-                "these keys come from a pass that was not announced to the SinkCache: call the very causal LM it was "
-                "made for, not another model or a part of it"
-            )
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache to one safetensors file, all of it or nothing; what is at `path` is replaced.
+
+        Raises RuntimeError in the middle of a forward pass or after one that failed, ValueError if the model is gone or
+        a file cannot hold what a policy or a native layer is made of, OSError as writing does.
+        """
+        write(self, path)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: nn.Module | PreTrainedConfig,
+        policy: Policy | None = None,
+        positions: Positions | None = None,
+    ) -> "SinkCache":
+        """The cache that was saved at `path`, which goes on as that one would have; `model` is the one it was made for.
+
+        `policy` must be given if it is none of `sinkcache.policies`; it and `positions` must be those of the file.
+        Raises FileNotFoundError if there is no file, ValueError if it is damaged, or another's.
+        """
+        saved = read(path, model, policy, positions)
+        cache = cls(model, saved.policy, saved.budgets, saved.positions, saved.sliding)
+        saved.restore(cache, model)
+        return cache
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises NotImplementedError unless nothing is to be removed: an evicted token cannot come back."""
+        """Takes back the newest -`tokens_to_remove` tokens, exactly, as long as none has been evicted.
+
+        Raises ValueError, and changes nothing, if one has, the number is positive or greater than the tokens seen, or a
+        native layer has let go of what it would need.
+        """
+        gone = -tokens_to_remove
+        if gone < 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
+        if gone > self.seen:
+            raise ValueError(f"cannot take back {gone} tokens: the cache has seen {self.seen}")
+        if gone and not all(ledger.whole() for ledger in self.ledgers):
+            raise ValueError(
+                f"a SinkCache cannot take back {gone} tokens once it has evicted: what they evicted is gone. Keep a "
+                "cache.fork() from before the tokens you may want to undo"
+            )
+        for index, layer in enumerate(self.layers):
+            if gone and not isinstance(layer, SinkLayer) and not _can_crop(layer):
+                raise ValueError(
+                    f"layer {index} is a {type(layer).__name__} that no longer holds what {gone} tokens hid"
+                )
+        super().crop(tokens_to_remove)
+        if gone:
+            real = self.lanes.crop(gone)
+            for ledger in self.ledgers:
+                ledger.crop(gone, real)
+
+    def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
+        """Keeps the rows `beam_idx`, in that order."""
+        self._rows(beam_idx, lambda layer: layer.reorder_cache(beam_idx))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`, numbers or a mask."""
+        rows = torch.arange(self._batch())[indices.cpu()]
+        self._rows(rows, lambda layer: layer.batch_select_indices(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times."""
+        rows = torch.arange(self._batch()).repeat_interleave(repeats)
+        self._rows(rows, lambda layer: layer.batch_repeat_interleave(repeats))
+
+    def _batch(self) -> int:
+        stores = (layer.store for layer in self.layers if isinstance(layer, SinkLayer))
+        return next((store.keys.shape[0] for store in stores if store is not None), 0)
+
+    def _rows(self, rows: Tensor, native: Any) -> None:
+        if self._batch() == 0:
+            return
+        lanes = self.lanes.select(rows.cpu())
+        for ledger in self.ledgers:
+            if lanes is not None:
+                ledger.regroup(lanes)
         for layer in self.layers:
-            if isinstance(layer, SinkLayer):
-                layer.crop(tokens_to_remove)
+            layer.rows(rows) if isinstance(layer, SinkLayer) else native(layer)
 
-    def _check_mask(self, q_len: int, mask: Any) -> None:
-        if not isinstance(mask, Tensor):
-            return
-        if mask.ndim == 2:
-            if mask.shape[1] != self.seen + q_len:
-                raise ValueError(
-                    f"attention_mask covers {mask.shape[1]} tokens, but the cache has seen {self.seen} and {q_len} are "
-                    f"new: pass a mask of width {self.seen + q_len}, or none"
-                )
-            if not bool(mask.bool().all()):
-                raise ValueError(
-                    f"attention_mask hides {int((~mask.bool()).sum())} tokens: padded batches are not supported yet. "
-                    "Run rows of different lengths one by one"
-                )
-        elif mask.ndim == 4 and mask.shape[-1] != self.slots.kept_before() + q_len:
-            raise ValueError(
-                f"attention_mask is {mask.shape[-1]} keys wide, but {self.slots.kept_before() + q_len} will be "
-                "attended to: the tokens held before the step, then the step's own"
-            )
 
-    def _check_positions(self, q_len: int, position_ids: Tensor | None) -> None:
-        if position_ids is None:
-            if self.slots.shift != 0:
-                self.rebase(0)  # the model will count from the tokens seen
-            return
-        if position_ids.ndim == 3 and bool((position_ids == position_ids[:1]).all()):
-            position_ids = position_ids[0]  # multimodal positions of text: all axes count alike
-        if position_ids.ndim != 2:
-            raise ValueError(
-                f"position_ids of shape {tuple(position_ids.shape)} are not [batch, tokens]: multimodal positions are "
-                "not supported yet"
-            )
-        if position_ids.device.type != "cpu" and q_len == 1 and self.seen > 0 and self.slots.shift == 0:
-            return  # would wait for the device in every decoding step
-        first = int(position_ids[0, 0])
-        expected = torch.arange(first, first + q_len, device=position_ids.device)
-        if position_ids.shape[1] != q_len or not bool((position_ids == expected).all()):
-            raise ValueError(
-                f"position_ids are not {q_len} positions in a row from {first}, the same in each row: padded batches "
-                "and packed sequences are not supported yet. Run rows one by one"
-            )
-        if self.seen > 0 and first not in (self.seen, self.seen - self.slots.shift):
-            raise ValueError(
-                f"position_ids begin at {first}, but the cache has seen {self.seen} tokens: pass positions that go on "
-                "from there, or none, and leave use_cache on"
-            )
-        if self.seen - first != self.slots.shift:
-            self.rebase(self.seen - first)
+def _bounded(config: PreTrainedConfig, layers: list[Any], sliding: str) -> list[int]:
+    unknown = [type(each) for each in layers if isinstance(each, DynamicLayer) and type(each) not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of a kind SinkCache does not know and so cannot bound: "
+            f"{unknown[0].__name__}"
+        )
+    kinds = _KNOWN if sliding == "bound" else _KNOWN[:1]
+    bounded = [index for index, layer in enumerate(layers) if type(layer) in kinds]
+    if not bounded:
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {names or 'unknown'}")
+    return bounded
 
-    def _made_for(self, model: nn.Module) -> bool:
-        other = rotations_of(model)
-        return len(other) == len(self.rotations) and all(map(same, self.rotations, other))
 
-    def _apart(self) -> list[int]:
-        """The layers that count tokens and have not seen what the others have."""
-        counting = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING))
-        return [index for index, layer in counting if layer.get_seq_length() != self.seen]
+def _turn(layer: Any, rotation: Rotation, rows: Tensor | None, slots: Any, move: int) -> None:
+    """Moves keys of `rows` for good: those in `slots` of a bounded layer, all of a native window, which are young."""
+    phase = rotation.phase(torch.tensor([move]), layer.keys)
+    if isinstance(layer, SinkLayer):
+        assert layer.store is not None
+        if rows is not None:
+            slots = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots
+            slots = At(rows.repeat_interleave(len(slots)), slots.repeat(len(rows)))
+        layer.store.bake(slots, rotation, phase)
+        return
+    turned = layer.keys.clone()  # a copy, since it may be an inference tensor
+    chosen = slice(None) if rows is None else rows.to(turned.device)
+    part = turned[chosen]
+    rotation.put(part, rotation.pick(layer.keys[chosen]) * phase)
+    turned[chosen] = part
+    layer.keys = turned
+
+
+def _can_crop(layer: Any) -> bool:
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        return layer.get_seq_length() < layer.sliding_window or getattr(layer, "record_past", False)
+    return isinstance(layer, CacheLayerMixin) or getattr(layer, "record_past", not hasattr(layer, "conv_states"))

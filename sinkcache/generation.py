@@ -48,7 +48,7 @@ def tokens_of(
     status: "Status",
 ) -> Iterator[int]:
     """Reads the prompt, then yields token after token without end, each before it is read; in constant memory."""
-    cache.slots.resolve(input_ids.shape[1])
+    cache.resolve(input_ids.shape[1])
     logits = torch.empty(0)
     for piece in input_ids.split(chunk, dim=1):
         logits = prefill(model, cache, piece, chunk)

@@ -1,33 +1,49 @@
 """Watches a model's forward passes, so that a cache is told what it is given and sees whether it was used.
 
 A cache sees keys and values only. Whether rows are padded, which positions the model was given and whether every layer
-came by are known at the model's own door; two forward hooks, which torch offers for this, ask the cache there. A pass
-without such a cache is none of our business and goes through untouched.
+came by are known at the model's own door; two forward hooks, which torch offers for this, ask the cache there, and hand
+the model the mask and positions that fit what the cache holds. A pass without such a cache is none of our business and
+goes through untouched.
 """
 
 import inspect
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch import Tensor, nn
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _GUARDED: WeakSet[nn.Module] = WeakSet()
 _ARGUMENTS: WeakKeyDictionary[nn.Module, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
+
+
+def uncompiled(function: _Function) -> _Function:
+    """`function`, left as it is by torch.compile: what it decides changes with every token."""
+    return cast(_Function, torch.compiler.disable(function))
 
 
 class Guarded(ABC):
     """A cache that wants to know of the passes it takes part in."""
 
     @abstractmethod
-    def begin_step(self, model: nn.Module, q_len: int, attention_mask: Any, position_ids: Tensor | None) -> None:
-        """Raises ValueError or RuntimeError if the pass that is about to begin would go wrong."""
+    def begin_step(
+        self, model: nn.Module, tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
+    ) -> dict[str, Any]:
+        """Arguments to give to the pass over `tokens`, `[batch, q_len]` ids or embeddings, in place of its own.
+
+        Raises ValueError or RuntimeError if the pass would go wrong.
+        """
 
     @abstractmethod
     def end_step(self) -> None:
         """Raises RuntimeError if the pass that has ended did not store its tokens."""
 
 
+@uncompiled
 def arguments(model: nn.Module) -> tuple[str, ...]:
     """The names of the arguments of `model.forward`, in order; looked up once for each forward a model has had."""
     forward = id(getattr(model.forward, "__func__", model.forward))
@@ -50,16 +66,23 @@ def guard(model: nn.Module) -> None:
     _GUARDED.add(model)
 
 
-def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
     given = _named(model, args, kwargs)
     cache = _cache(given)
     if cache is None:
-        return
+        return None
     tokens = given.get("input_ids")
     if tokens is None:
         tokens = given.get("inputs_embeds")
-    if tokens is not None:
-        cache.begin_step(model, tokens.shape[1], given.get("attention_mask"), given.get("position_ids"))
+    if tokens is None:
+        return None
+    if given.get("use_cache") is False:
+        raise ValueError(
+            "use_cache is off, so that generate would read everything anew in each step: pass use_cache=True (some "
+            "models' configs turn it off)"
+        )
+    changes = cache.begin_step(model, tokens, given.get("attention_mask"), given.get("position_ids"))
+    return ((), {**given, **changes}) if changes else None
 
 
 def _after(model: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:

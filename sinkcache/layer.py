@@ -1,4 +1,4 @@
-"""One bounded layer of a transformers cache: asks the book of slots what to do and has its store do it."""
+"""One bounded layer of a transformers cache: asks its ledger what to do and has its store do it."""
 
 from typing import Any
 
@@ -7,47 +7,55 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from sinkcache.ledger import Ledger
 from sinkcache.positions import Rotation
-from sinkcache.slots import Slots
-from sinkcache.store import Store
+from sinkcache.store import Store, at
 
 
 class SinkLayer(CacheLayerMixin):
-    """Holds at most the budget of its `slots`; `rotation` is None where the layer's keys carry no position."""
+    """Holds at most the budget of its `ledger`; `rotation` is None where the layer's keys carry no position.
 
-    is_sliding = False
+    `is_sliding`: the model masks this layer as a sliding window. `record_past`: transformers wants to take tokens back.
+    """
+
     supports_early_init = False  # the budget may be a share of a prompt that is not there yet
 
-    def __init__(self, slots: Slots, rotation: Rotation | None) -> None:
-        self.slots, self.rotation = slots, rotation
+    def __init__(self, ledger: Ledger, rotation: Rotation | None, is_sliding: bool = False) -> None:
+        self.ledger, self.rotation, self.is_sliding = ledger, rotation, is_sliding
         self.store: Store | None = None
+        self.record_past = False
+        self._latent = rotation is not None and rotation.values
         self.seen = 0
         super().__init__()
 
     @property
     def keys(self) -> Tensor | None:
         """The buffer of keys, slots in no particular order; None before the first token."""
-        return None if self.store is None else self.store.keys
+        if self.store is None:
+            return None
+        return self.store.values if self._latent else self.store.keys
 
     @keys.setter
     def keys(self, buffer: Tensor | None) -> None:
         if buffer is not None:
-            raise AttributeError("a SinkLayer's buffers cannot be replaced: offloading it is not supported")
+            raise AttributeError("a SinkLayer's buffers cannot be replaced: its store writes them in place")
 
     @property
     def values(self) -> Tensor | None:
         """The buffer of values, slots as in `keys`."""
-        return None if self.store is None else self.store.values
+        if self.store is None:
+            return None
+        return self.store.keys if self._latent else self.store.values
 
     @values.setter
     def values(self, buffer: Tensor | None) -> None:
         if buffer is not None:
-            raise AttributeError("a SinkLayer's buffers cannot be replaced: offloading it is not supported")
+            raise AttributeError("a SinkLayer's buffers cannot be replaced: its store writes them in place")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the buffers; the budget must be settled."""
-        assert self.slots.capacity is not None
-        self.store = Store(self.slots.capacity, key_states, value_states)
+        assert self.ledger.capacity is not None
+        self.store = Store(self.ledger.capacity, key_states, value_states)
         self.device = key_states.device
         self.is_initialized = True
 
@@ -69,7 +77,9 @@ class SinkLayer(CacheLayerMixin):
                 f"the cache holds a batch of {self.store.keys.shape[0]} and was given {key_states.shape[0]} rows: "
                 "call cache.reset(), or keep the batch as it was"
             )
-        step = self.slots.step(self.seen, key_states.shape[2])
+        if self._latent:
+            key_states, value_states = value_states, key_states  # the store turns its keys
+        step = self.ledger.step(self.seen, key_states.shape[2])
         if self.store is None:
             self.lazy_initialization(key_states, value_states)
         store = self.store
@@ -77,19 +87,17 @@ class SinkLayer(CacheLayerMixin):
         if step.turns is not None and self.rotation is not None:
             turns = step.turns
             store.turn(turns.slots, turns.fresh, turns.top, self.rotation, turns.phase(self.rotation, key_states))
-        if step.in_place:
-            store.write(step.targets, key_states, value_states)
-            attended = store.read(step.length)
-        else:
-            attended = store.joined(step.held, step.dropped, key_states, value_states)
-            sources = step.sources if isinstance(step.sources, slice) else step.sources.to(key_states.device)
-            store.write(step.targets, key_states[:, :, sources], value_states[:, :, sources])
+        attended = None
+        if not step.in_place or step.order is not None:
+            attended = store.joined(step.held, step.dropped, key_states, value_states, step.order)
+        store.write(step.targets, at(key_states, step.sources), at(value_states, step.sources))
+        attended = store.read(step.length) if attended is None else attended
         self.seen += step.q_len
-        return attended
+        return (attended[1], attended[0]) if self._latent else attended
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many keys the next step's queries see, and the offset at which its own tokens stand where they belong."""
-        kept = self.slots.kept_before()
+        kept = self.ledger.kept_before(query_length)
         return kept + query_length, self.seen - kept
 
     def get_seq_length(self) -> int:
@@ -102,11 +110,36 @@ class SinkLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.13
 
+    def offload(self) -> None:
+        """Moves the buffers to the CPU, until the layer's next step."""
+        if self.store is not None:
+            self.store.to(torch.device("cpu"))
+
+    def prefetch(self) -> None:
+        """Moves the buffers to where the layer computes."""
+        if self.store is not None:
+            self.store.to(self.device)
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether the newest tokens can be taken back: as long as none was evicted."""
+        return self.ledger.whole()
+
+    def activate_past_recording(self) -> None:
+        """Announces that tokens may be taken back; from now on a step that would evict is an error."""
+        self.record_past = True
+
     def stored_keys(self) -> Float[Tensor, "batch num_kv_heads kept head_dim"]:
-        """The keys held, as they arrived, in the order of their positions; a copy."""
+        """The keys held (of latent attention: what turns), as they arrived, in the order of their positions; a copy.
+
+        Some key of the row where a row of a padded batch holds fewer.
+        """
         assert self.store is not None
-        order = self.slots.positions[: self.slots.held].argsort().to(self.device)
-        return self.store.as_arrived(self.slots.held, self.slots.turned(), self.rotation)[:, :, order]
+        lanes = self.ledger.lanes.of
+        order = self.ledger.order() if lanes is None else self.ledger.order()[lanes]
+        keys = self.store.as_arrived(order.shape[1], self.ledger.turned(), self.rotation)
+        order = order.to(self.device)[:, None, :, None].expand(*keys.shape[:2], -1, keys.shape[3])
+        return keys.gather(2, order)
 
     def reset(self) -> None:
         """Frees the buffers and forgets the stream."""
@@ -114,25 +147,11 @@ class SinkLayer(CacheLayerMixin):
         self.is_initialized = False
         self.seen = 0
 
-    def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
-        """Keeps the rows `beam_idx`, in that order."""
+    def rows(self, chosen: Int[Tensor, " batch"]) -> None:
+        """Keeps the rows `chosen`, in that order."""
         if self.store is not None:
-            self.store.rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`."""
-        if self.store is not None:
-            self.store.rows(torch.arange(self.store.keys.shape[0])[indices.cpu()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times."""
-        if self.store is not None:
-            self.store.rows(torch.arange(self.store.keys.shape[0]).repeat_interleave(repeats))
+            self.store.rows(chosen)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raises NotImplementedError unless nothing is to be removed: an evicted token cannot come back."""
-        if tokens_to_remove != 0:
-            raise NotImplementedError(
-                f"a SinkCache cannot take back {abs(tokens_to_remove)} tokens: what they evicted is gone. Use "
-                "copy.deepcopy before the tokens you may want to undo; assisted decoding is not supported"
-            )
+        """Takes back the newest columns, -`tokens_to_remove` of them, once the ledger has."""
+        self.seen += tokens_to_remove

@@ -21,6 +21,7 @@ from transformers import Cache
 
 from sinkcache.cache import SinkCache
 from sinkcache.layer import SinkLayer
+from sinkcache.probe import device_of
 from sinkcache.slots import Slots
 from sinkcache.streaming import last_logits_alone, step
 
@@ -114,7 +115,7 @@ def score(
     if attend == "token":
         _check_token(model, cache)
     if isinstance(cache, SinkCache):
-        cache.slots.resolve(input_ids.shape[1])
+        cache.resolve(input_ids.shape[1])
         if attend == "token":
             _rehearse(cache.slots, input_ids.shape[1], chunk)
     return _score(model, cache, input_ids, chunk, first=0 if bos is None else -1, attend=attend)
@@ -158,10 +159,10 @@ def _rehearse(slots: Slots, tokens: int, chunk: int) -> None:
 def _token_mask(model: nn.Module, cache: SinkCache, q_len: int) -> Float[Tensor, "1 1 q_len kv_len"] | None:
     if q_len == 1:
         return None
-    weight = cast(Any, model).get_input_embeddings().weight
-    hidden = ~cache.slots.visible(q_len).to(weight.device)
-    mask = torch.zeros(hidden.shape, dtype=weight.dtype, device=weight.device)
-    return mask.masked_fill(hidden, torch.finfo(weight.dtype).min)[None, None]
+    dtype = cast(Any, model).get_input_embeddings().weight.dtype
+    hidden = ~cache.slots.visible(q_len).to(device_of(model))
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+    return mask.masked_fill(hidden, torch.finfo(dtype).min)[None, None]
 
 
 def recompute(

@@ -21,11 +21,13 @@ class Rotation:
     """How a layer rotates its keys: `inv_freq` in radians per token (float64), and which channels form a pair.
 
     "half": channel f pairs with f + freq (Llama); "interleaved": 2f pairs with 2f + 1 (GPT-J). Both turn the first
-    2 * freq channels only and leave the others as they are (partial rotary).
+    2 * freq channels only and leave the others as they are (partial rotary). `values`: what the model hands over as
+    values is what turns (latent attention, whose keys are latents without a position).
     """
 
     inv_freq: Float[Tensor, " freq"]
     layout: Layout
+    values: bool = False
 
     @property
     def channels(self) -> int:
@@ -60,5 +62,5 @@ class Rotation:
 def same(one: Rotation | str | None, other: Rotation | str | None) -> bool:
     """Whether two layers turn their keys alike; reasons why a rotation is unknown are compared as they are."""
     if isinstance(one, Rotation) and isinstance(other, Rotation):
-        return one.layout == other.layout and torch.equal(one.inv_freq, other.inv_freq)
+        return (one.layout, one.values) == (other.layout, other.values) and torch.equal(one.inv_freq, other.inv_freq)
     return one == other

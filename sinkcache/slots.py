@@ -25,11 +25,14 @@ class Slots:
 
     `asked` is the budget: tokens, or a share in (0, 1] of the prompt, which the first step or `resolve` settles.
     `in_cache`: positions are those inside the cache (StreamingLLM) and not those of the stream. `limit`: the model must
-    not be given this position or a later one. `shift` is how far behind the stream the model's own positions run.
+    not be given this position or a later one. `ordered`: steps say in which order slots are attended to. `shift` is how
+    far behind the stream the model's own positions run.
     """
 
-    def __init__(self, policy: Policy, asked: int | float, in_cache: bool, limit: int | None) -> None:
-        self.policy, self.asked, self.in_cache, self.limit = policy, asked, in_cache, limit
+    def __init__(
+        self, policy: Policy, asked: int | float, in_cache: bool, limit: int | None, ordered: bool = False
+    ) -> None:
+        self.policy, self.asked, self.in_cache, self.limit, self.ordered = policy, asked, in_cache, limit, ordered
         self.reset()
 
     def reset(self) -> None:
@@ -56,6 +59,17 @@ class Slots:
     def kept(self) -> Int[Tensor, " kept"]:
         """Stream positions held, ascending; a copy."""
         return self.positions[: self.held].sort().values if self.held else torch.zeros(0, dtype=torch.int64)
+
+    def to_drop(self) -> int | None:
+        """The slot that the next step of any length will empty before its queries attend."""
+        return self._weakest() if self.held == self.capacity else None
+
+    def crop(self, tokens: int) -> None:
+        """Takes the newest `tokens` back; none may have been evicted, so that they are in the last slots in use."""
+        assert self.held == self.seen
+        self.held -= tokens
+        self.seen -= tokens
+        self.last = None
 
     def turned(self) -> Index:
         """The slots whose keys the buffers hold turned."""
@@ -139,12 +153,12 @@ class Slots:
             )
         self.resolve(q_len)
         assert self.capacity is not None
-        dropped = self._weakest() if self.held == self.capacity else None
+        dropped = self.to_drop()
         self._torn = True
         if dropped is not None:
             self._count(self.positions[dropped : dropped + 1])
         turns = self._turns(dropped)
-        start, held = self.seen, self.held
+        start, held, order = self.seen, self.held, self._order(dropped) if self.ordered else None
         kept = held - (dropped is not None)
         if kept + q_len <= self.capacity:
             first = held if dropped is None else dropped
@@ -158,7 +172,11 @@ class Slots:
         self._frame[targets] = self.shift
         self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
         self._torn = False
-        return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place)
+        return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place, order)
+
+    def _order(self, dropped: int | None) -> Int[Tensor, " held"]:
+        order = self.positions[: self.held].argsort()
+        return order if dropped is None else order[order != dropped]
 
     def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:
         entries = Entries(positions[None, None].clone(), seen)  # a policy may do with it what it likes

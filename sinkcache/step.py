@@ -6,7 +6,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from sinkcache.positions import Rotation
-from sinkcache.store import Index
+from sinkcache.store import At, Index
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class Turns:
     `moves` is int64 `[slots]`, or `[1]` where all are alike; `fresh` are the slots that turn for the first time.
     """
 
-    slots: Index
-    fresh: Index | None
+    slots: Index | At
+    fresh: Index | At | None
     top: int
     moves: Int[Tensor, " moved"]
     _phases: dict = field(default_factory=dict, repr=False, compare=False)
@@ -35,7 +35,9 @@ class Step:
     """What a layer does with `q_len` new tokens, the first of which is at stream position `start`.
 
     Before attention: `dropped` is evicted, `turns` are applied. After: the new tokens `sources` are in slots `targets`
-    and the first `length` slots are in use. `in_place`: everything attended to is held afterwards.
+    and the first `length` slots are in use. `in_place`: everything attended to is held afterwards. Where rows differ,
+    slots and sources are `At` and `dropped` is None: a mask hides what a row has dropped or does not have. `order`: the
+    held slots in the order of their positions, for a model that goes by order.
     """
 
     start: int
@@ -43,7 +45,8 @@ class Step:
     held: int
     dropped: int | None
     turns: Turns | None
-    targets: Index
-    sources: Index
+    targets: Index | At
+    sources: Index | At
     length: int
     in_place: bool
+    order: Int[Tensor, " held"] | None = None

@@ -5,15 +5,32 @@ simply takes the slot of the evicted one. A key stays as it arrived. Where it mu
 buffer holds the turned key and `arrived` holds the original, so that no key is ever rounded twice.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Complex, Float
+from einops import rearrange
+from jaxtyping import Complex, Float, Int
 from torch import Tensor
 
 from sinkcache.positions import Rotation
 
-Index = slice | Tensor  # which slots: a run where they are one, else int64 [slots] on the CPU
+Index = slice | Tensor  # which slots, in every row: a run where they are one, else int64 [slots] on the CPU
+
+
+@dataclass(frozen=True)
+class At:
+    """Slots that are not the same in each row: `slots[i]` of row `rows[i]`, on the CPU."""
+
+    rows: Int[Tensor, " places"]
+    slots: Int[Tensor, " places"]
+    _on: dict = field(default_factory=dict, repr=False, compare=False)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """`rows` and `slots` on `device`; moved once for all layers."""
+        if device not in self._on:
+            self._on[device] = (self.rows.to(device), self.slots.to(device))
+        return self._on[device]
 
 
 class Store:
@@ -26,8 +43,9 @@ class Store:
         values: Float[Tensor, "batch num_kv_heads q_len value_dim"],
     ) -> None:
         with torch.inference_mode(False):  # a buffer made in inference mode could not be written outside of it
-            self.keys = keys.new_empty(*keys.shape[:2], capacity, keys.shape[-1])
-            self.values = values.new_empty(*values.shape[:2], capacity, values.shape[-1])
+            # zeros: a slot that a row does not use is masked, but NaN times a weight of zero would still be NaN
+            self.keys = keys.new_zeros(*keys.shape[:2], capacity, keys.shape[-1])
+            self.values = values.new_zeros(*values.shape[:2], capacity, values.shape[-1])
         self.arrived: Complex[Tensor, "batch num_kv_heads moved freq"] | None = None
         self._turning: tuple[slice, Tensor, Tensor] | None = None  # a run of slots that turns in each step: from, to
 
@@ -42,11 +60,11 @@ class Store:
 
     def write(
         self,
-        slots: Index,
-        keys: Float[Tensor, "batch num_kv_heads written head_dim"],
-        values: Float[Tensor, "batch num_kv_heads written value_dim"],
+        slots: Index | At,
+        keys: Float[Tensor, "rows num_kv_heads written head_dim"],
+        values: Float[Tensor, "rows num_kv_heads written value_dim"],
     ) -> None:
-        """Overwrites `slots` with as many tokens."""
+        """Overwrites `slots` with as many tokens, as `at` gives them."""
         _assign(self.keys, slots, keys)
         _assign(self.values, slots, values)
 
@@ -56,17 +74,20 @@ class Store:
         dropped: int | None,
         keys: Float[Tensor, "batch num_kv_heads q_len head_dim"],
         values: Float[Tensor, "batch num_kv_heads q_len value_dim"],
+        order: Int[Tensor, " held"] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The first `held` slots but `dropped`, then the new tokens: a copy, unless nothing is held."""
+        """The first `held` slots but `dropped`, or those in `order`, then the new tokens: a copy if any is held."""
         if held == 0:
             return keys, values
+        if order is not None:
+            return torch.cat([at(self.keys, order), keys], dim=2), torch.cat([at(self.values, order), values], dim=2)
         runs = (slice(0, held),) if dropped is None else (slice(0, dropped), slice(dropped + 1, held))
         return (
             torch.cat([*(self.keys[:, :, run] for run in runs), keys], dim=2),
             torch.cat([*(self.values[:, :, run] for run in runs), values], dim=2),
         )
 
-    def turn(self, slots: Index, fresh: Index | None, top: int, rotation: Rotation, phase: Tensor) -> None:
+    def turn(self, slots: Index | At, fresh: Index | At | None, top: int, rotation: Rotation, phase: Tensor) -> None:
         """Rewrites `slots` (all below `top`) as their arrived keys turned by `phase`, complex `[moved or 1, freq]`.
 
         `fresh` slots turn for the first time: their keys are put aside as they arrived.
@@ -74,31 +95,31 @@ class Store:
         if fresh is not None:
             self._reserve(top, rotation)
             assert self.arrived is not None
-            _assign(self.arrived, fresh, rotation.pick(_at(self.keys, fresh)))
+            _assign(self.arrived, fresh, rotation.pick(at(self.keys, fresh)))
         assert self.arrived is not None
         if isinstance(slots, slice):
             if self._turning is None or self._turning[0] != slots:
                 self._turning = (slots, self.arrived[:, :, slots], rotation.pairs(self.keys[:, :, slots]))
             self._turning[2].copy_(torch.view_as_real(self._turning[1] * phase))
         else:
-            rows = _at(self.keys, slots)
-            rotation.put(rows, _at(self.arrived, slots) * phase)
+            rows = at(self.keys, slots)
+            rotation.put(rows, at(self.arrived, slots) * phase)
             _assign(self.keys, slots, rows)
 
-    def bake(self, slots: Index, rotation: Rotation, phase: Tensor) -> None:
+    def bake(self, slots: Index | At, rotation: Rotation, phase: Tensor) -> None:
         """Turns the keys in `slots` for good, rounding them once more."""
-        rows = _at(self.keys, slots).clone()
+        rows = at(self.keys, slots).clone()
         rotation.put(rows, rotation.pick(rows) * phase)
         _assign(self.keys, slots, rows)
 
     def as_arrived(
-        self, length: int, turned: Index, rotation: Rotation | None
+        self, length: int, turned: Index | At, rotation: Rotation | None
     ) -> Float[Tensor, "batch num_kv_heads kv_len head_dim"]:
         """A copy of the keys in the first `length` slots, the `turned` ones turned back exactly."""
         keys = self.keys[:, :, :length].clone()
         if rotation is not None and self.arrived is not None:
-            rows = _at(keys, turned).clone()
-            rotation.put(rows, _at(self.arrived, turned))
+            rows = at(keys, turned).clone()
+            rotation.put(rows, at(self.arrived, turned))
             _assign(keys, turned, rows)
         return keys
 
@@ -110,6 +131,14 @@ class Store:
             self.values = self.values.index_select(0, chosen.to(self.values.device))
             if self.arrived is not None:
                 self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
+
+    def to(self, device: torch.device) -> None:
+        """Moves every tensor to `device`."""
+        if self.keys.device != device:
+            self._turning = None  # its views would keep the old buffers alive
+            with torch.inference_mode(False):
+                self.keys, self.values = self.keys.to(device), self.values.to(device)
+                self.arrived = None if self.arrived is None else self.arrived.to(device)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor this store keeps alive."""
@@ -129,12 +158,23 @@ class Store:
         self.arrived, self._turning = grown, None
 
 
-def _at(buffer: Tensor, slots: Index) -> Tensor:
-    return buffer[:, :, slots] if isinstance(slots, slice) else buffer.index_select(2, slots.to(buffer.device))
+def at(
+    buffer: Float[Tensor, "batch heads slots dim"] | Complex[Tensor, "batch heads slots dim"], slots: Index | At
+) -> Tensor:
+    """The `slots` of a buffer, `[batch, heads, slots, dim]`; `[1, heads, places, dim]` where rows differ."""
+    if isinstance(slots, slice):
+        return buffer[:, :, slots]
+    if isinstance(slots, At):
+        rows, places = slots.on(buffer.device)
+        return rearrange(buffer[rows, :, places], "place h d -> 1 h place d")
+    return buffer.index_select(2, slots.to(buffer.device))
 
 
-def _assign(buffer: Tensor, slots: Index, rows: Tensor) -> None:
+def _assign(buffer: Tensor, slots: Index | At, rows: Tensor) -> None:
     if isinstance(slots, slice):
         buffer[:, :, slots].copy_(rows)
+    elif isinstance(slots, At):
+        chosen, places = slots.on(buffer.device)
+        buffer[chosen, :, places] = rearrange(rows, "1 h place d -> place h d").to(buffer.dtype)
     else:
         buffer.index_copy_(2, slots.to(buffer.device), rows)

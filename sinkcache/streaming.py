@@ -21,6 +21,7 @@ from transformers import Cache
 
 from sinkcache.cache import SinkCache
 from sinkcache.guard import arguments, cache_argument, guard
+from sinkcache.probe import device_of
 
 _REBASE_AT = 32_768  # tokens; float32 angles are off by 2e-4 there, 2.5e-2 at four million
 
@@ -35,22 +36,31 @@ def prefill(
     """Reads a prompt into `cache`, `chunk` tokens at a time; returns the logits after its last token.
 
     Positions stay those of the stream, so that `model.generate` can go on from here. `attention_mask` covers the tokens
-    seen and the new ones. Raises ValueError if the prompt is empty, `chunk` is below 1, or rows are padded.
+    seen and the new ones; rows are padded on the left, or with holes. Raises ValueError if the prompt or a row of it is
+    empty, or `chunk` is below 1.
     """
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     _check_chunk(chunk)
     guard(model)
-    if attention_mask is not None:
-        cache.begin_step(model, input_ids.shape[1], attention_mask, None)  # refuse before the first chunk is read
     if cache.seen == 0:
         cache.reset()  # of what a pass that failed may have settled
-    cache.slots.resolve(input_ids.shape[1])
+    if attention_mask is not None:
+        if bool((empty := ~attention_mask[:, cache.seen :].any(dim=1)).any()):
+            raise ValueError(f"attention_mask hides all of row {int(empty.int().argmax())}: leave that row out")
+        cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
+        cache.check_chunks(chunk)
+    cache.resolve(input_ids.shape[1])
     logits = None
-    for piece in input_ids.split(chunk, dim=1):
-        mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
-        positions = _positions(cache, piece) if cache.slots.shift != 0 else None  # as a stream before it left them
-        logits = step(model, cache, piece, attention_mask=mask, position_ids=positions, last_only=True)
+    pieces = input_ids.split(chunk, dim=1)
+    try:
+        for number, piece in enumerate(pieces, start=1):
+            mask = None if attention_mask is None else attention_mask[:, : cache.seen + piece.shape[1]]
+            cache.unfinished = number < len(pieces)
+            positions = _positions(cache, piece) if mask is None else None  # with a mask the cache tells them itself
+            logits = step(model, cache, piece, attention_mask=mask, position_ids=positions, last_only=True)
+    finally:
+        cache.unfinished = False
     assert logits is not None
     return logits[:, -1]
 
@@ -76,15 +86,16 @@ def stream(
             f"tokens of shape {tuple(tokens.shape)} would be read row by row: give input_ids[0] for one row, or "
             "input_ids.T.unbind() for a batch"
         )
-    if cache.slots.capacity is None:
+    book = cache.ledgers[0].books[0]
+    if any(ledger.capacity is None for ledger in cache.ledgers):
         raise ValueError(
-            f"budget={cache.slots.asked} is a share of a prompt and a stream has none: read the prompt with prefill "
+            f"budget={book.asked} is a share of a prompt and a stream has none: read the prompt with prefill "
             "first, or give the budget in tokens"
         )
     cache.check_rebase()
     config = cast(Any, model).config.get_text_config(decoder=True)
     trained = getattr(config, "max_position_embeddings", None) or _REBASE_AT
-    limit = cache.slots.limit
+    limit = book.limit
     if rebase_at is None:
         rebase_at = min(_REBASE_AT, trained) if limit is None else limit - 1
     if chunk > rebase_at:
@@ -96,18 +107,17 @@ def stream(
 def _stream(
     model: nn.Module, cache: SinkCache, tokens: Iterator[int | Tensor], chunk: int, rebase_at: int
 ) -> Iterator[Tensor]:
-    device = cast(Any, model).get_input_embeddings().weight.device
+    device = device_of(model)
     while piece := list(islice(tokens, chunk)):
         input_ids = _column(piece).to(device)
-        if cache.seen - cache.slots.shift + len(piece) > rebase_at:
-            cache.rebase(cache.seen)
+        if not cache.ordered and int(cache.next_positions(len(piece)).max()) >= rebase_at:
+            cache.rebase([book.seen for book in cache.ledgers[0].books])
         logits = step(model, cache, input_ids, position_ids=_positions(cache, input_ids))
         yield from logits.unbind(dim=1)
 
 
 def _positions(cache: SinkCache, input_ids: Int[Tensor, "batch q_len"]) -> Int[Tensor, "batch q_len"]:
-    first = cache.seen - cache.slots.shift
-    return torch.arange(first, first + input_ids.shape[1], device=input_ids.device)[None].expand(input_ids.shape[0], -1)
+    return cache.next_positions(input_ids.shape[1]).to(input_ids.device).expand(input_ids.shape[0], -1)
 
 
 def _column(piece: list[int | Tensor]) -> Int[Tensor, "batch q_len"]:
@@ -129,7 +139,7 @@ def step(
     extra: dict[str, Any] = {cache_argument(model): cache}
     if last_only:
         extra |= last_logits_alone(model)
-    if position_ids is not None:
+    if position_ids is not None and "position_ids" in arguments(model):
         extra["position_ids"] = position_ids
     if attention_mask is not None:
         extra["attention_mask"] = attention_mask

@@ -7,11 +7,11 @@ from torch import nn
 from transformers import PreTrainedConfig
 
 from sinkcache.positions import Rotation
-from sinkcache.probe import probe
+from sinkcache.probe import Found, probe
 
 Positions = Literal["cache", "original"]
 
-_PROBED: WeakKeyDictionary[nn.Module, tuple[Any, list[Rotation | str | None]]] = WeakKeyDictionary()
+_PROBED: WeakKeyDictionary[nn.Module, tuple[Any, Found]] = WeakKeyDictionary()
 
 
 def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
@@ -44,18 +44,19 @@ def decoder_config(model: Any, positions: Positions) -> PreTrainedConfig:
     return config.get_text_config(decoder=True)
 
 
-def rotations_of(model: nn.Module) -> list[Rotation | str | None]:
-    """Per layer its rotation, None, or why it is unknown (see `probe`); probed again only when they changed."""
+def found_in(model: nn.Module) -> Found:
+    """How the layers of `model` rotate their keys (see `probe`); probed again only when that changed."""
     weight = cast(Any, model).get_input_embeddings().weight
     sums = [float(buffer.sum()) for name, buffer in model.named_buffers() if "inv_freq" in name and not buffer.is_meta]
-    state = (
-        weight.dtype,
-        weight.device,
-        sums,
-    )  # casting a model rounds its frequencies, and casting back leaves them so
+    state = (weight.dtype, weight.device, sums)  # a cast rounds frequencies, and casting back leaves them so
     if model not in _PROBED or _PROBED[model][0] != state:
         _PROBED[model] = (state, probe(model))
-    return list(_PROBED[model][1])
+    return _PROBED[model][1]
+
+
+def rotations_of(model: nn.Module) -> list[Rotation | str | None]:
+    """Per layer its rotation, None, or why it is unknown."""
+    return list(found_in(model).rotations)
 
 
 def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | None:
@@ -84,3 +85,27 @@ def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | Non
 def scales_by_position(config: PreTrainedConfig) -> bool:
     """Whether queries are scaled by their absolute position, which re-basing would change."""
     return "llama_4_scaling_beta" in (getattr(config, "rope_parameters", None) or {})
+
+
+def check_sliding(config: PreTrainedConfig, layers: list[Any], budgets: list[int | float]) -> int | None:
+    """The least sliding window among `layers`, which are to be bounded; None if none of them slides.
+
+    Raises ValueError if a budget does not fit into its layer's window, or windows do not slide but jump.
+    """
+    windows = [
+        (layer.sliding_window, budget) for layer, budget in zip(layers, budgets, strict=True) if layer.is_sliding
+    ]
+    if not windows:
+        return None
+    if getattr(config, "attention_chunk_size", None):
+        raise ValueError(
+            "this model attends in chunks, which jump and do not slide: an evicting cache cannot follow them. Use "
+            'sliding="native"'
+        )
+    for window, budget in windows:
+        if isinstance(budget, float) or budget > window:
+            raise ValueError(
+                f"a layer with a sliding window of {window} cannot hold a budget of {budget}: the oldest would be "
+                f"hidden by the window. Use at most {window} tokens"
+            )
+    return min(window for window, _ in windows)

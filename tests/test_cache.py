@@ -516,7 +516,7 @@ def test_a_key_moved_many_times_is_rounded_once(dtype):
     attended = keys
     for piece in keys.split(1, dim=2):
         attended, _ = layer.update(piece, piece)
-    kept, order = layer.slots.kept(), layer.slots.positions.argsort()
+    kept, order = layer.ledger.books[0].kept(), layer.ledger.books[0].positions.argsort()
     assert kept.tolist() != list(range(52, 60))
     moves = torch.arange(8) + 52 - kept  # the newest stands where the model counts it, 59, the others just before
     expected = _turned(keys[0][:, kept], moves, torch.tensor(oracles.rope(_one_layer())))

@@ -241,10 +241,3 @@ def test_assisted_decoding_is_an_error_that_names_it(model):
 def test_prompt_lookup_is_an_error_that_names_it(model):
     with pytest.raises((ValueError, NotImplementedError), match=r"[Aa]ssisted decoding"):
         generate(model("llama"), bounded(model("llama")), prompt(9), 12, prompt_lookup_num_tokens=3)
-
-
-def test_a_left_padded_batch_is_an_error(model):
-    mask = torch.ones(2, 9, dtype=torch.int64)
-    mask[0, :3] = 0
-    with pytest.raises(ValueError, match=r"attention_mask hides 3 tokens: padded batches are not supported yet. Run"):
-        generate(model("llama"), bounded(model("llama")), prompt(9, batch=2), 5, attention_mask=mask)

@@ -32,7 +32,7 @@ SCALED: dict[str, dict[str, Any]] = {
 
 
 def rotation(model: nn.Module, layer: int) -> Rotation:
-    found = probe(model)[layer]
+    found = probe(model).rotations[layer]
     assert isinstance(found, Rotation), found
     return found
 
@@ -53,7 +53,7 @@ def keys_at(model: nn.Module, positions: list[int]) -> list[Tensor]:
 def test_turning_by_what_was_found_gives_the_models_own_keys(family, dtype):
     tiny = build(family, dtype=dtype)
     where = [0, 5, 300]
-    for found, keys in zip(probe(tiny), keys_at(tiny, where), strict=True):
+    for found, keys in zip(probe(tiny).rotations, keys_at(tiny, where), strict=True):
         turned = keys[:, :1].expand_as(keys).clone()
         if found is not None:
             assert isinstance(found, Rotation), found
@@ -103,7 +103,7 @@ def test_layers_of_two_thetas_have_each_their_own(dtype):
     rotary = cast(Any, tiny).model.rotary_emb
     local, whole = rotary.sliding_attention_inv_freq.double(), rotary.full_attention_inv_freq.double()
     assert not torch.equal(local, whole)
-    found = [cast(Rotation, each).inv_freq for each in probe(tiny)]
+    found = [cast(Rotation, each).inv_freq for each in probe(tiny).rotations]
     assert [torch.equal(each, expected) for each, expected in zip(found, [local, whole, local], strict=True)] == [
         True
     ] * 3
@@ -111,12 +111,12 @@ def test_layers_of_two_thetas_have_each_their_own(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_without_positions_have_no_rotation(dtype):
-    found = probe(build("smollm3", dtype=dtype))
+    found = probe(build("smollm3", dtype=dtype)).rotations
     assert [each is None for each in found] == [False, False, False, True]
 
 
 def test_layers_that_turn_alike_share_one_object():
-    assert len({id(each) for each in probe(build("llama"))}) == 1
+    assert len({id(each) for each in probe(build("llama")).rotations}) == 1
 
 
 def test_training_modes_are_restored():
@@ -137,7 +137,7 @@ def test_training_modes_are_restored_after_a_failure(monkeypatch):
 
 def test_dropout_does_not_mislead():
     tiny = build("llama", attention_dropout=0.5).train()
-    assert all(isinstance(each, Rotation) for each in probe(tiny))
+    assert all(isinstance(each, Rotation) for each in probe(tiny).rotations)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -168,7 +168,7 @@ def test_one_weight_matrix_of_zeros_does_not_pass_for_a_rotation():
     tiny = build("llama")
     with torch.no_grad():
         cast(Any, tiny).model.layers[0].self_attn.k_proj.weight.zero_()
-    assert probe(tiny)[0] is None
+    assert probe(tiny).rotations[0] is None
 
 
 def test_a_rotation_by_unknown_frequencies_is_named_and_not_guessed():
@@ -176,7 +176,9 @@ def test_a_rotation_by_unknown_frequencies_is_named_and_not_guessed():
     rotary = cast(Any, tiny).model.rotary_emb
     original = rotary.forward
     rotary.forward = lambda x, position_ids, *args, **kwargs: original(x, position_ids * 2, *args, **kwargs)
-    assert probe(tiny)[0] == "layer 0: no frequencies of the model explain how its keys change with the position"
+    assert (
+        probe(tiny).rotations[0] == "layer 0: no frequencies of the model explain how its keys change with the position"
+    )
 
 
 def test_the_caches_name_is_the_one_in_the_signature():

@@ -5,6 +5,7 @@ than p)`. The machine below does with integers what a layer does with keys, from
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -128,7 +129,7 @@ class Machine:
             self.slots[slot] = (position, rotation + by)
 
 
-def _list(index: Index | None) -> list[int]:
+def _list(index: Any) -> list[int]:
     if index is None:
         return []
     return list(range(index.start, index.stop)) if isinstance(index, slice) else index.tolist()

@@ -116,11 +116,11 @@ def test_prefill_takes_a_mask_of_ones(model: Model) -> None:
     torch.testing.assert_close(got, prefill(llama, SinkCache(llama, budget=8), ids, 5))
 
 
-def test_prefill_refuses_padding_before_it_reads(model: Model) -> None:
-    llama, ids = model("llama"), _ids(13)
+def test_prefill_refuses_a_row_without_tokens_before_it_reads(model: Model) -> None:
+    llama, ids = model("llama"), _ids(13).expand(2, -1)
     cache, mask = SinkCache(llama, budget=8), torch.ones_like(ids)
-    mask[:, 9] = 0
-    with pytest.raises(ValueError, match="padded"):
+    mask[1] = 0
+    with pytest.raises(ValueError, match="attention_mask hides all of row 1: leave that row out"):
         prefill(llama, cache, ids, 5, attention_mask=mask)
     assert cache.seen == 0
 
@@ -318,8 +318,8 @@ def test_rebasing_in_bfloat16_keeps_stored_keys_within_one_percent(model: Model,
     unturned = first.keys  # at position 0: every key as it is before its rotation
     rotation = layer.rotation
     assert rotation is not None
-    order = layer.slots.positions[: layer.slots.held].argsort()
-    arrived_at = kept - layer.slots._frame[order]
+    order = layer.ledger.books[0].positions[: layer.ledger.books[0].held].argsort()
+    arrived_at = kept - layer.ledger.books[0]._frame[order]
     expected = unturned.double()
     rotation.put(expected, rotation.pick(expected) * rotation.phase(arrived_at, expected))
     stored = _stored(cache, 0).double()

@@ -1,0 +1,310 @@
+"""What a cache makes of the passes it is told of: masks and positions that fit its slots, or an error before any work.
+
+transformers reads a two-dimensional mask by column, at the offset that the cache names. A bounded layer's slots are no
+columns, so where a batch is padded the mask is written anew: slots that a row does not use, or is about to give up, are
+hidden, then come the step's own columns. Layers with a native cache go on reading the true columns in front of those.
+"""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from sinkcache.guard import Guarded, uncompiled
+from sinkcache.lanes import Lanes
+from sinkcache.layer import SinkLayer
+from sinkcache.ledger import Ledger
+from sinkcache.positions import Rotation, same
+from sinkcache.support import rotations_of
+
+_COUNTING = (SinkLayer, DynamicSlidingWindowLayer)
+
+
+class Announced(Cache, Guarded):
+    """A cache of bounded and native layers that is told of each pass by the model itself."""
+
+    lanes: Lanes
+    ledgers: list[Ledger]
+    rotations: list[Rotation | str | None]
+    window: int | None  # the least sliding window of the layers that are bounded although they slide
+    watched: bool  # made for a model, which announces its passes
+    offloaded: bool  # keys and values are on the CPU but for the layer that computes
+    ordered: bool  # the model goes by the order of its cache: its bias is distance there
+    unfinished = False  # the logits of the pass under way are not what it is for: more of a prompt follows
+    _before: int | None = None  # columns seen when the pass under way began
+    _checked: int | None = None  # the model that was last found to rotate as the cache does
+    _apart_from: int | None = None  # where slots begin in a mask that has the true columns in front of them
+
+    @uncompiled
+    def begin_step(
+        self, model: nn.Module, tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
+    ) -> dict[str, Any]:
+        """What the pass over `tokens` must be given in place of its arguments.
+
+        Raises ValueError for another model, and masks and positions it cannot serve; RuntimeError if torn.
+        """
+        batch, q_len = tokens.shape[:2]
+        if apart := self._apart():
+            raise RuntimeError(
+                f"layers {apart} have not seen {self.lanes.seen} tokens as the others have: a forward pass was "
+                "interrupted. Call cache.reset() and read the prompt again"
+            )
+        if q_len < 1:
+            raise ValueError(
+                f"no new tokens: the cache has seen {self.lanes.seen} and was given no more. Pass the whole "
+                "conversation, or the new tokens with an attention_mask as wide as both (sinkcache.turn makes them); "
+                "for another text call cache.reset() first"
+            )
+        if self.watched and id(model) != self._checked and not self._made_for(model):
+            raise ValueError(
+                f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
+                "for each model"
+            )
+        self._checked = id(model)
+        if attention_mask is None and self.lanes.seen == 0:
+            _check_told(model, tokens)
+        self._expand(batch)
+        before = vars(self.lanes).copy(), [ledger.books for ledger in self.ledgers]
+        try:
+            changes = self._read_mask(tokens, attention_mask)
+            self._check_room(q_len)
+            changes |= self._read_positions(tokens, position_ids)
+        except BaseException:  # a pass that is refused leaves rows in the lanes they were in
+            vars(self.lanes).update(before[0])
+            for ledger, books in zip(self.ledgers, before[1], strict=True):
+                ledger.books = books
+            raise
+        self._before = self.lanes.seen
+        return changes
+
+    @uncompiled
+    def end_step(self) -> None:
+        """Raises RuntimeError if some layer did not store its tokens here."""
+        apart = self._apart()
+        if self.lanes.seen == self._before or apart:
+            raise RuntimeError(
+                f"the model did not store its tokens in layers {apart or 'of this cache'}: it bypassed the SinkCache "
+                "it was given, so what it computed is not bounded. Report the model; do not trust this output"
+            )
+        self._before = self.lanes.real = self._apart_from = None
+
+    @uncompiled
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' caches do; raises RuntimeError in a pass that was not announced, so could not be checked."""
+        if self.watched and self._before is None:
+            raise RuntimeError(
+                "these keys come from a pass that was not announced to the SinkCache: call the very causal LM it was "
+                "made for, not another model or a part of it"
+            )
+        if not self.offloaded:
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer: Any = self.layers[layer_idx]
+        layer.prefetch()
+        attended = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer.offload()
+        return attended
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys the next step's queries see in a layer, and from where its mask is read."""
+        if not isinstance(self._attending(layer_idx), SinkLayer):
+            return super().get_mask_sizes(query_length, layer_idx)
+        kept = self.kept_before(query_length)
+        return kept + query_length, self.lanes.seen - kept if self._apart_from is None else self._apart_from
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where a layer's mask is read for the first of the next step's queries."""
+        if self._apart_from is None or not isinstance(self._attending(layer_idx), SinkLayer):
+            return self.get_seq_length(layer_idx)
+        return self._apart_from + self.kept_before(self._apart_from - self.lanes.seen)
+
+    def kept_before(self, q_len: int) -> int:
+        """How many slots the queries of a step of `q_len` tokens are shown, in the layer that has the most."""
+        return max(ledger.kept_before(q_len) for ledger in self.ledgers)
+
+    def rebase(self, shifts: int | Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def _read_mask(self, tokens: Tensor, mask: Any) -> dict[str, Any]:
+        (batch, q_len), lanes = tokens.shape[:2], self.lanes
+        if isinstance(mask, Tensor) and mask.ndim == 4:
+            if lanes.padded:
+                raise ValueError("a padded batch takes an attention_mask of shape [batch, tokens], not one of 4 axes")
+            if mask.shape[-1] != (width := self.kept_before(q_len) + q_len):
+                raise ValueError(
+                    f"attention_mask is {mask.shape[-1]} keys wide, but {width} will be attended to: the tokens held "
+                    "before the step, then the step's own"
+                )
+        plain = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        parents = lanes.announce(batch, q_len, plain, ends=not self.unfinished)
+        if parents is not None:
+            for ledger in self.ledgers:
+                ledger.regroup(parents)
+        if not lanes.padded:
+            return {"attention_mask": None} if self.ordered and plain is not None else {}
+        natives = self._check_padding(mask)
+        if lanes.seen == 0:
+            return {}  # no slot is in use: the mask is right as it is
+        assert lanes.of is not None
+        assert lanes.shown is not None
+        shown = self.ledgers[0].shown(q_len)[lanes.of].to(tokens.device)
+        if not natives and bool(shown.all()):
+            return {"attention_mask": None}
+        if natives:
+            real = torch.ones(batch, q_len, dtype=torch.bool) if lanes.real is None else lanes.real
+            columns = torch.cat([lanes.shown.to(tokens.device), real.to(tokens.device)], dim=1)
+            self._apart_from = columns.shape[1]
+        else:
+            columns = shown.new_ones(batch, lanes.seen + q_len - shown.shape[1])
+        return {"attention_mask": torch.cat([columns, shown], dim=1).long()}
+
+    def check_chunks(self, chunk: int) -> None:
+        """Raises ValueError if layers with a recurrent state would be given pads behind the first `chunk` columns."""
+        real = self.lanes.real
+        recurrent = any(hasattr(layer, "conv_states") for layer in self.layers)
+        if recurrent and real is not None and not bool(real[:, chunk:].all()):
+            raise ValueError(
+                "linear-attention layers can skip pads only in front of a row and in the first pass: read the padded "
+                "part of the prompt in one chunk"
+            )
+
+    def _check_padding(self, mask: Any) -> bool:
+        """Whether native layers read the true columns; raises ValueError where a padded batch cannot be served."""
+        real = self.lanes.real
+        if isinstance(mask, dict):
+            raise ValueError("a padded batch takes one attention_mask of shape [batch, tokens], not one for each kind")
+        if self.ordered:
+            raise ValueError(
+                "padded batches are not supported for a model that goes by the order of its cache (ALiBi): run rows "
+                "one by one"
+            )
+        if len(self.ledgers) > 1:
+            raise ValueError(
+                "padded batches with budgets that differ between layers are not supported: give one budget"
+            )
+        others = [layer for layer in self.layers if not isinstance(layer, SinkLayer)]
+        if real is not None and (self.lanes.seen > 0 or bool((real[:, 1:] < real[:, :-1]).any())):
+            self.check_chunks(0)
+        natives = any(isinstance(layer, CacheLayerMixin) for layer in others)
+        if natives and not hasattr(Cache, "get_query_offset"):
+            raise ValueError(
+                "padded batches for a model with sliding-window layers need transformers 5.14 or later: run rows one "
+                "by one"
+            )
+        return natives
+
+    def _read_positions(self, tokens: Tensor, given: Tensor | None) -> dict[str, Any]:
+        (batch, q_len), lanes = tokens.shape[:2], self.lanes
+        books = self.ledgers[0].books
+        shifts = [book.shift for book in books]
+        if given is None:
+            if lanes.padded:
+                return {"position_ids": self.next_positions(q_len).to(tokens.device)}
+            if shifts != [0]:
+                self.rebase(0)  # the model will count from the tokens seen
+            return {}
+        if given.ndim == 3 and bool((given == given[:1]).all()):
+            given = given[0]  # multimodal positions of text: all axes count alike
+        if given.ndim != 2:
+            raise ValueError(
+                f"position_ids of shape {tuple(given.shape)} are not [batch, tokens]: multimodal positions are not "
+                "supported yet"
+            )
+        if given.device.type != "cpu" and q_len == 1 and lanes.seen > 0 and not any(shifts):
+            return {}  # would wait for the device in every decoding step
+        if given.shape[1] != q_len:
+            raise ValueError(f"position_ids are {given.shape[1]} in a row for {q_len} tokens: give one for each")
+        moved = self._shifts_of(given.expand(batch, q_len).cpu())
+        if moved != shifts:
+            self.rebase(moved)
+        return {}
+
+    def _shifts_of(self, given: Tensor) -> list[int]:
+        """By how much positions given to each lane lag behind its tokens."""
+        lanes, moved = self.lanes, []
+        for lane, book in enumerate(self.ledgers[0].books):
+            rows = lanes.rows(lane) if lanes.padded else slice(None)
+            columns = lanes.columns(lane, given.shape[1]) if lanes.padded else slice(None)
+            positions = given[rows][:, columns]
+            if positions.shape[1] == 0:
+                moved.append(book.shift)
+                continue
+            first = int(positions[0, 0])
+            if not bool((positions == torch.arange(first, first + positions.shape[1])).all()):
+                raise ValueError(
+                    f"position_ids are not {positions.shape[1]} positions in a row from {first}, the same in rows that "
+                    "were padded alike: packed sequences are not supported. Leave position_ids out, or count each "
+                    "row's own tokens"
+                )
+            if book.seen > 0 and first not in (book.seen, book.seen - book.shift):
+                raise ValueError(
+                    f"position_ids begin at {first}, but the cache has seen {book.seen} tokens: pass positions that go "
+                    "on from there, or none, and leave use_cache on"
+                )
+            moved.append(book.seen - first)
+        return moved
+
+    def next_positions(self, q_len: int) -> Tensor:
+        """The model's own positions of the next `q_len` columns, int64 `[batch or 1, q_len]`, on the CPU."""
+        lanes = self.lanes
+        first = torch.tensor([book.seen - book.shift for book in self.ledgers[0].books])
+        if not lanes.padded:
+            return first[:, None] + torch.arange(q_len)
+        assert lanes.of is not None
+        real = torch.ones(len(lanes.of), q_len, dtype=torch.int64) if lanes.real is None else lanes.real.long()
+        return (first[lanes.of][:, None] + real.cumsum(dim=1) - 1).clamp_min(0)
+
+    def _check_room(self, q_len: int) -> None:
+        if self.window is not None and (kept := self.kept_before(q_len)) > 0 and kept + q_len > self.window:
+            raise ValueError(
+                f"a step of {q_len} tokens behind the {kept} held is wider than the sliding window of {self.window}, "
+                f"which would hide the oldest: use chunks of {max(1, self.window - kept)} at most, or a smaller budget"
+            )
+        recording = any(isinstance(layer, SinkLayer) and layer.record_past for layer in self.layers)
+        if recording and not all(ledger.whole(q_len) for ledger in self.ledgers):
+            raise ValueError(
+                f"assisted decoding takes tokens back, and {self.lanes.seen + q_len} tokens do not fit into the budget "
+                f"of {self.ledgers[0].capacity}: what they evict could not come back. Use a budget of the prompt and "
+                "all new tokens, or no assistant; to go on without one, a cache.fork()"
+            )
+
+    def _expand(self, batch: int) -> None:
+        """A prefix that was read once serves a batch that goes on from it."""
+        held = next(
+            (each.store for each in self.layers if isinstance(each, SinkLayer) and each.store is not None), None
+        )
+        if held is not None and held.keys.shape[0] == 1 and batch > 1:
+            self.batch_repeat_interleave(batch)
+
+    def _attending(self, layer_idx: int) -> Any:
+        layer = self.layers[layer_idx]
+        if isinstance(layer, CacheLayerMixin) or layer_idx != 0:
+            return layer
+        return next((each for each in self.layers if isinstance(each, CacheLayerMixin)), layer)
+
+    def _made_for(self, model: nn.Module) -> bool:
+        other = rotations_of(model)
+        return len(other) == len(self.rotations) and all(map(same, self.rotations, other))
+
+    def _apart(self) -> list[int]:
+        """The layers that count tokens and have not seen what the others have."""
+        counting = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING))
+        return [index for index, layer in counting if layer.get_seq_length() != self.lanes.seen]
+
+
+def _check_told(model: nn.Module, tokens: Tensor) -> None:
+    """Raises ValueError if a batch seems to be padded and the cache was not told."""
+    if tokens.ndim != 2 or len(tokens) < 2:
+        return
+    config = cast(Any, model).config.get_text_config(decoder=True)
+    pad, ends = getattr(config, "pad_token_id", None), (config.bos_token_id, config.eos_token_id)
+    if pad is None or any(pad in (end if isinstance(end, list) else [end]) for end in ends):
+        return
+    padded = ((tokens[:, 0] == pad) | (tokens[:, -1] == pad)).nonzero()[:, 0]
+    if len(padded):
+        raise ValueError(
+            f"row {int(padded[0])} begins or ends with the pad token {pad} and no attention_mask says what is padding: "
+            "pass attention_mask (all ones if the token is text)"
+        )
