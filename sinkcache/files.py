@@ -142,8 +142,7 @@ class Saved:
 
     def _store(self, layer: SinkLayer, saved: dict[str, Any], device: torch.device) -> Store:
         keys, values = (self._unpack(saved["fields"][name], device) for name in ("keys", "values"))
-        assert layer.ledger.capacity is not None
-        store = Store(layer.ledger.capacity, keys, values)
+        store = Store(layer.ledger.capacity or 0, keys, values)
         store.write(slice(0, keys.shape[2]), keys, values)
         rest = {name: value for name, value in saved["fields"].items() if name not in ("keys", "values")}
         self._fill(store, {"fields": rest}, device, known={"keys", "values"})

@@ -53,9 +53,8 @@ class SinkLayer(CacheLayerMixin):
             raise AttributeError("a SinkLayer's buffers cannot be replaced: its store writes them in place")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocates the buffers; the budget must be settled."""
-        assert self.ledger.capacity is not None
-        self.store = Store(self.ledger.capacity, key_states, value_states)
+        """Allocates the buffers for the budgets that are settled: a share of a row's prompt is once it has tokens."""
+        self.store = Store(self.ledger.capacity or 0, key_states, value_states)
         self.device = key_states.device
         self.is_initialized = True
 
@@ -84,6 +83,7 @@ class SinkLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         store = self.store
         assert store is not None
+        store.grow(self.ledger.capacity or 0)
         if step.turns is not None and self.rotation is not None:
             turns = step.turns
             store.turn(turns.slots, turns.fresh, turns.top, self.rotation, turns.phase(self.rotation, key_states))

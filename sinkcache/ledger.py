@@ -101,7 +101,8 @@ class Ledger:
     def order(self) -> Int[Tensor, "lanes kept"]:
         """The slots in the order of `kept`; slot 0 where a lane is filled up."""
         kept = max(book.held for book in self.books)
-        order = [book.positions[: book.held].argsort() for book in self.books if book.capacity is not None]
+        none = torch.zeros(0, dtype=torch.int64)
+        order = [book.positions[: book.held].argsort() if book.held else none for book in self.books]
         return torch.stack([torch.nn.functional.pad(each, (kept - len(each), 0)) for each in order])
 
     def rebase(self, shifts: list[int]) -> list[tuple[Tensor | None, Index, int]]:

@@ -66,13 +66,15 @@ class Announced(Cache, Guarded):
         self._checked = id(model)
         if attention_mask is None and self.lanes.seen == 0:
             _check_told(model, tokens)
-        self._expand(batch)
+        rows = self._batch_for(batch)
         before = vars(self.lanes).copy(), [ledger.books for ledger in self.ledgers]
         try:
-            changes = self._read_mask(tokens, attention_mask)
+            changes = self._read_mask(tokens, attention_mask, rows)
             self._check_room(q_len)
             changes |= self._read_positions(tokens, position_ids)
-        except BaseException:  # a pass that is refused leaves rows in the lanes they were in
+        except BaseException:  # a pass that is refused leaves the cache as it was
+            if rows != batch:
+                self.batch_select_indices(torch.tensor([0]))
             vars(self.lanes).update(before[0])
             for ledger, books in zip(self.ledgers, before[1], strict=True):
                 ledger.books = books
@@ -99,13 +101,17 @@ class Announced(Cache, Guarded):
                 "these keys come from a pass that was not announced to the SinkCache: call the very causal LM it was "
                 "made for, not another model or a part of it"
             )
-        if not self.offloaded:
-            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.layers[layer_idx]
-        layer.prefetch()
-        attended = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        layer.offload()
-        return attended
+        try:
+            if not self.offloaded:
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            layer.prefetch()
+            attended = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            layer.offload()
+            return attended
+        except BaseException:
+            self._before = None  # the pass is over
+            raise
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys the next step's queries see in a layer, and from where its mask is read."""
@@ -127,8 +133,10 @@ class Announced(Cache, Guarded):
     def rebase(self, shifts: int | Sequence[int]) -> None:
         raise NotImplementedError
 
-    def _read_mask(self, tokens: Tensor, mask: Any) -> dict[str, Any]:
+    def _read_mask(self, tokens: Tensor, mask: Any, rows: int) -> dict[str, Any]:
         (batch, q_len), lanes = tokens.shape[:2], self.lanes
+        if rows != batch:
+            self.batch_repeat_interleave(batch)  # a prefix that was read once serves a batch that goes on from it
         if isinstance(mask, Tensor) and mask.ndim == 4:
             if lanes.padded:
                 raise ValueError("a padded batch takes an attention_mask of shape [batch, tokens], not one of 4 axes")
@@ -201,7 +209,7 @@ class Announced(Cache, Guarded):
         shifts = [book.shift for book in books]
         if given is None:
             if lanes.padded:
-                return {"position_ids": self.next_positions(q_len).to(tokens.device)}
+                return {"position_ids": self.next_positions(q_len, lanes.real).to(tokens.device)}
             if shifts != [0]:
                 self.rebase(0)  # the model will count from the tokens seen
             return {}
@@ -246,15 +254,18 @@ class Announced(Cache, Guarded):
             moved.append(book.seen - first)
         return moved
 
-    def next_positions(self, q_len: int) -> Tensor:
-        """The model's own positions of the next `q_len` columns, int64 `[batch or 1, q_len]`, on the CPU."""
+    def next_positions(self, q_len: int, real: Tensor | None = None) -> Tensor:
+        """The model's own positions of the next `q_len` columns, int64 `[batch or 1, q_len]`, on the CPU.
+
+        `real`, `[batch, q_len]`: the columns of a padded batch that are not hidden; None: all.
+        """
         lanes = self.lanes
         first = torch.tensor([book.seen - book.shift for book in self.ledgers[0].books])
-        if not lanes.padded:
+        if lanes.of is None:
             return first[:, None] + torch.arange(q_len)
-        assert lanes.of is not None
-        real = torch.ones(len(lanes.of), q_len, dtype=torch.int64) if lanes.real is None else lanes.real.long()
-        return (first[lanes.of][:, None] + real.cumsum(dim=1) - 1).clamp_min(0)
+        real = torch.ones(len(lanes.of), q_len, dtype=torch.bool) if real is None else real
+        positions = first[lanes.of][:, None] + real.cumsum(dim=1) - 1
+        return positions.where(real, positions.clamp_min(0))  # what a pad is told does not matter
 
     def _check_room(self, q_len: int) -> None:
         if self.window is not None and (kept := self.kept_before(q_len)) > 0 and kept + q_len > self.window:
@@ -270,13 +281,21 @@ class Announced(Cache, Guarded):
                 "all new tokens, or no assistant; to go on without one, a cache.fork()"
             )
 
-    def _expand(self, batch: int) -> None:
-        """A prefix that was read once serves a batch that goes on from it."""
-        held = next(
-            (each.store for each in self.layers if isinstance(each, SinkLayer) and each.store is not None), None
-        )
-        if held is not None and held.keys.shape[0] == 1 and batch > 1:
-            self.batch_repeat_interleave(batch)
+    def _batch_for(self, batch: int) -> int:
+        """The rows that are held, 1 or `batch`; raises ValueError if they are others."""
+        stores = [layer.store for layer in self.layers if isinstance(layer, SinkLayer) and layer.store is not None]
+        if not stores:
+            if self.lanes.of is not None and len(self.lanes.of) != batch:  # of a pass that never came to store anything
+                self.lanes.reset()
+                for ledger in self.ledgers:
+                    ledger.reset()
+            return batch
+        if (rows := stores[0].keys.shape[0]) not in (1, batch):
+            raise ValueError(
+                f"the cache holds a batch of {rows} and was given {batch} rows: call cache.reset(), or keep the batch "
+                "as it was"
+            )
+        return rows
 
     def _attending(self, layer_idx: int) -> Any:
         layer = self.layers[layer_idx]

@@ -132,6 +132,15 @@ class Store:
             if self.arrived is not None:
                 self.arrived = self.arrived.index_select(0, chosen.to(self.arrived.device))
 
+    def grow(self, capacity: int) -> None:
+        """Makes room for `capacity` slots at least."""
+        more = capacity - self.keys.shape[2]
+        if more > 0:
+            self._turning = None  # its views would keep the old buffers alive
+            with torch.inference_mode(False):
+                self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, more))
+                self.values = torch.nn.functional.pad(self.values, (0, 0, 0, more))
+
     def to(self, device: torch.device) -> None:
         """Moves every tensor to `device`."""
         if self.keys.device != device:

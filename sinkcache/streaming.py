@@ -50,6 +50,8 @@ def prefill(
             raise ValueError(f"attention_mask hides all of row {int(empty.int().argmax())}: leave that row out")
         cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
         cache.check_chunks(chunk)
+    else:
+        cache.lanes.real = None  # as a pass that failed may have left it
     cache.resolve(input_ids.shape[1])
     logits = None
     pieces = input_ids.split(chunk, dim=1)

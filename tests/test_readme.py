@@ -43,13 +43,15 @@ def test_the_first_example_generates_past_its_budget(names, capsys):
 
 
 def test_the_caches_it_shows_can_be_made(names):
-    _run("from sinkcache import SinkCache\n" + BLOCKS[1], names)
+    _run("from sinkcache import SinkCache\n" + BLOCKS[1], names, **{"[1024] + [256] * 29": "[9, 8]"})
 
 
-def test_prompt_turn_and_stream_go_on_from_one_another(names):
+def test_prompt_turn_samples_file_and_stream_go_on_from_one_another(names, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     _run("from sinkcache import SinkCache\nfrom sinkcache.policies import StreamingLLM\n" + BLOCKS[2], names)
-    prompt, turn = names["inputs"]["input_ids"].shape[1], names["turn"].shape[1]
-    assert names["cache"].seen == prompt + 50 + turn + 49 + 3
+    prompt, question = names["inputs"]["input_ids"].shape[1], names["question"].shape[1]
+    assert names["cache"].seen == prompt + 49 + 1 + question + 49 + 3
+    assert names["samples"].shape[0] == 3
 
 
 def test_the_policy_it_shows_can_be_used(names):
