@@ -12,6 +12,7 @@ made for the longest, and each layer takes the columns at its end: its own slots
 import sys
 from typing import Any, cast
 
+import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
+
+from sinkcache.devices import device_of
 
 _PACKED, _EAGER = "sinkcache_packed", "sinkcache_eager"
 
@@ -49,7 +52,14 @@ def fit(model: Any) -> None:
         )
     AttentionInterface.register(_EAGER, attend_eagerly)
     AttentionMaskInterface.register(_EAGER, eager_mask)
+    expected = _read(model)
     cast(Any, model).set_attn_implementation(packed() if current == "sdpa" else _EAGER)
+    if not _cuts_at_the_end(model, expected, boolean=current == "sdpa"):
+        cast(Any, model).set_attn_implementation(current)
+        raise ValueError(
+            f"budgets that differ between layers need a mask for each, and {type(model).__name__} cuts masks in a way "
+            "of its own: give one budget"
+        )
 
 
 def attend(
@@ -89,6 +99,26 @@ def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
     if mask is None or mask.ndim != 4 or mask.shape[-1] <= key.shape[2]:
         return mask
     return mask[..., -key.shape[2] :]
+
+
+def _read(model: nn.Module, mask: Tensor | None = None) -> Tensor:
+    device = device_of(model)
+    with torch.no_grad():
+        given = {} if mask is None else {"attention_mask": mask.to(device)}
+        return model(input_ids=torch.tensor([[1, 2]], device=device), use_cache=False, **given).logits
+
+
+def _cuts_at_the_end(model: nn.Module, expected: Tensor, boolean: bool) -> bool:
+    """Whether two tokens under a mask of four keys, the first two of which nobody has, are read as without it."""
+    shown = torch.tensor([[False, False, True, False], [False, False, True, True]])[None, None]
+    dtype = cast(Any, model).get_input_embeddings().weight.dtype
+    mask = shown if boolean else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 0.1  # other kernels
+    try:
+        got = _read(model, mask)
+    except Exception:  # whatever it is that a mask of this width does to it
+        return False
+    return float((got - expected).norm()) <= tolerance * float(expected.norm())
 
 
 def _settable(model: nn.Module) -> bool:

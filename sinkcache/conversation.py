@@ -21,10 +21,14 @@ def turn(
 
     `output`: what the last `generate` returned. It never reads the last token that it samples, so that one is put in
     front. `attention_mask` tells which of the new tokens are real, where turns of different lengths are padded on the
-    left. What `generate` then returns begins with these tokens and not with the conversation.
+    left. What `generate` then returns begins with these tokens and not with the conversation. After a beam search the
+    rows of the cache are the last beams, not the sequences returned.
 
-    Raises ValueError if shapes disagree, or if `output` is a whole conversation that is not one token ahead of `cache`.
+    Raises ValueError if shapes disagree, `output` is a whole conversation that is not one token ahead of `cache`, or a
+    row of it ended before the others: `generate` has fed it pads since, which the cache holds as text.
     """
+    if not isinstance(cache, SinkCache):
+        raise TypeError(f"turn continues a SinkCache, got {type(cache).__name__}: give generate the whole conversation")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     if attention_mask is None:
@@ -34,12 +38,28 @@ def turn(
             f"attention_mask {list(attention_mask.shape)} must cover the new tokens {list(input_ids.shape)}"
         )
     if output is not None:
+        _check_ends(model, output)
         unread = _unread(cache, input_ids, output).to(input_ids.device)
         input_ids = torch.cat([unread, input_ids], dim=1)
         attention_mask = torch.cat([torch.ones_like(unread), attention_mask.to(unread)], dim=1)
     seen = torch.ones(input_ids.shape[0], cache.seen) if cache.lanes.shown is None else cache.lanes.shown
-    mask = torch.cat([seen.to(attention_mask), attention_mask], dim=1)
+    mask = torch.cat([seen.to(attention_mask).expand(input_ids.shape[0], -1), attention_mask], dim=1)
     return {"input_ids": input_ids, "attention_mask": mask, cache_argument(model): cache}
+
+
+def _check_ends(model: Any, output: Tensor) -> None:
+    told = getattr(model, "generation_config", None)
+    ends, pad = getattr(told, "eos_token_id", None), getattr(told, "pad_token_id", None)
+    ends = torch.tensor([] if ends is None else ends if isinstance(ends, list) else [ends])
+    if len(ends) == 0 or output.ndim != 2 or output.shape[1] < 2 or len(output) < 2:
+        return
+    pads = ends[:1] if pad is None else torch.tensor([pad])
+    last, one_before = (torch.isin(output[:, at].cpu(), torch.cat([ends, pads])) for at in (-1, -2))
+    if bool((early := last & one_before).any()):
+        raise ValueError(
+            f"row {int(early.int().argmax())} of output ended before the others, and generate has fed it pads since, "
+            "which the cache holds as text: let rows that end at different times have a cache each"
+        )
 
 
 def _unread(cache: SinkCache, input_ids: Tensor, output: Tensor) -> Tensor:

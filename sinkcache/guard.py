@@ -10,14 +10,13 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-_GUARDED: WeakSet[nn.Module] = WeakSet()
 _ARGUMENTS: WeakKeyDictionary[nn.Module, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
 
 
@@ -59,11 +58,10 @@ def cache_argument(model: nn.Module) -> str:
 
 def guard(model: nn.Module) -> None:
     """Has `model` announce its passes to the `Guarded` caches it is given; once is enough, more do nothing."""
-    if model in _GUARDED:
+    if _before in model._forward_pre_hooks.values():  # also of a copy of a guarded model
         return
     model.register_forward_pre_hook(_before, with_kwargs=True)
     model.register_forward_hook(_after, with_kwargs=True)
-    _GUARDED.add(model)
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:

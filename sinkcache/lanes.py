@@ -6,7 +6,7 @@ A batch without pads is one lane.
 """
 
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Int, Shaped
 from torch import Tensor
 
 
@@ -35,7 +35,7 @@ class Lanes:
         self,
         batch: int,
         q_len: int,
-        mask: Int[Tensor, "batch kv_len"] | Bool[Tensor, "batch kv_len"] | None,
+        mask: Shaped[Tensor, "batch kv_len"] | None,
         ends: bool,
     ) -> list[int] | None:
         """Notes which of `q_len` new columns are real; returns the lanes that rows split from, None if none did.
@@ -69,6 +69,15 @@ class Lanes:
             self._check_end(real, shown)
         self.real = real
         return self.split(real.long())
+
+    def holed(self) -> bool:
+        """Whether the announced columns hide some behind a row's first token."""
+        if self.real is None:
+            return False
+        begun = self.real.cumsum(dim=1) > 0
+        if self.shown is not None:
+            begun |= self.shown.any(dim=1, keepdim=True).to(begun.device)
+        return bool((begun & ~self.real).any())
 
     def split(self, keys: Int[Tensor, "batch keys"]) -> list[int]:
         """Puts rows of a lane whose keys differ into lanes of their own; returns the lane each lane was part of."""

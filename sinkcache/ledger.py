@@ -16,13 +16,14 @@ class Ledger:
     def __init__(self, book: Slots, lanes: Lanes) -> None:
         self.lanes, self.books = lanes, [book]
         self.seen = 0  # columns
+        self._torn = False  # some lanes have booked a step, and others have not
         self.last: tuple[int, int, Step] | None = None
 
     def reset(self) -> None:
         """Back to an empty stream."""
         self.books = self.books[:1]
         self.books[0].reset()
-        self.seen, self.last = 0, None
+        self.seen, self.last, self._torn = 0, None, False
 
     @property
     def capacity(self) -> int | None:
@@ -113,6 +114,34 @@ class Ledger:
             return [(None, baked[0], moves[0])]
         return [(self.lanes.rows(lane), baked[lane], moves[lane]) for lane in range(len(self.books))]
 
+    def shifts_of(self, given: Int[Tensor, "batch q_len"]) -> list[int]:
+        """By how much the positions `given` to the next step lag behind the tokens, lane by lane.
+
+        Raises ValueError unless they go on from what was read, one by one.
+        """
+        lanes, moved = self.lanes, []
+        for lane, book in enumerate(self.books):
+            rows = lanes.rows(lane) if lanes.padded else slice(None)
+            columns = lanes.columns(lane, given.shape[1]) if lanes.padded else slice(None)
+            positions = given[rows][:, columns]
+            if positions.shape[1] == 0:
+                moved.append(book.shift)
+                continue
+            first = int(positions[0, 0])
+            if not bool((positions == torch.arange(first, first + positions.shape[1])).all()):
+                raise ValueError(
+                    f"position_ids are not {positions.shape[1]} positions in a row from {first}, the same in rows that "
+                    "were padded alike: packed sequences are not supported. Leave position_ids out, or count each "
+                    "row's own tokens"
+                )
+            if book.seen > 0 and first not in (book.seen, book.seen - book.shift):
+                raise ValueError(
+                    f"position_ids begin at {first}, but the cache has seen {book.seen} tokens: pass positions that go "
+                    "on from there, or none, and leave use_cache on"
+                )
+            moved.append(book.seen - first)
+        return moved
+
     def crop(self, columns: int, real: list[int]) -> None:
         """Takes the last `columns` back, `real` tokens of each lane; nothing may have been evicted."""
         for book, tokens in zip(self.books, real, strict=True):
@@ -127,7 +156,12 @@ class Ledger:
     def _advance(self, q_len: int) -> Step:
         if self.lanes.real is None and len(self.books) == 1:
             return self.books[0].step(self.books[0].seen, q_len)
+        if self._torn:
+            raise RuntimeError(
+                "a step failed or was interrupted half-way: call cache.reset() and read the prompt again"
+            )
         kept, in_place, start = self.kept_before(q_len), self._in_place(q_len), self.seen
+        self._torn = True
         turns: list[tuple[Tensor, Tensor]] = []
         fresh: list[tuple[Tensor, Tensor]] = []
         targets: list[tuple[Tensor, Tensor]] = []
@@ -149,6 +183,7 @@ class Ledger:
                     fresh.append(_spread(rows, step.turns.fresh))
         turning = Turns(_at(turns), _at(fresh) if fresh else None, top, torch.cat(moves)) if turns else None
         length = max(book.held for book in self.books)
+        self._torn = False
         return Step(start, q_len, kept, None, turning, _at(targets), _at(sources), length, in_place)
 
 

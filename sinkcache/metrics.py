@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import Cache
 
 from sinkcache.cache import SinkCache
+from sinkcache.devices import device_of
 from sinkcache.layer import SinkLayer
-from sinkcache.probe import device_of
 from sinkcache.slots import Slots
 from sinkcache.streaming import last_logits_alone, step
 

@@ -5,36 +5,30 @@ columns, so where a batch is padded the mask is written anew: slots that a row d
 hidden, then come the step's own columns. Layers with a native cache go on reading the true columns in front of those.
 """
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from sinkcache.guard import Guarded, uncompiled
-from sinkcache.lanes import Lanes
+from sinkcache.held import Held
 from sinkcache.layer import SinkLayer
-from sinkcache.ledger import Ledger
-from sinkcache.positions import Rotation, same
+from sinkcache.padding import check_padding, check_told
+from sinkcache.positions import same
 from sinkcache.support import rotations_of
 
 _COUNTING = (SinkLayer, DynamicSlidingWindowLayer)
 
 
-class Announced(Cache, Guarded):
+class Announced(Held, Guarded):
     """A cache of bounded and native layers that is told of each pass by the model itself."""
 
-    lanes: Lanes
-    ledgers: list[Ledger]
-    rotations: list[Rotation | str | None]
     window: int | None  # the least sliding window of the layers that are bounded although they slide
-    watched: bool  # made for a model, which announces its passes
     offloaded: bool  # keys and values are on the CPU but for the layer that computes
     ordered: bool  # the model goes by the order of its cache: its bias is distance there
+    chunk: int | None = None  # a prompt that is announced as a whole is read in chunks of so many tokens
     unfinished = False  # the logits of the pass under way are not what it is for: more of a prompt follows
-    _before: int | None = None  # columns seen when the pass under way began
     _checked: int | None = None  # the model that was last found to rotate as the cache does
     _apart_from: int | None = None  # where slots begin in a mask that has the true columns in front of them
 
@@ -52,6 +46,11 @@ class Announced(Cache, Guarded):
                 f"layers {apart} have not seen {self.lanes.seen} tokens as the others have: a forward pass was "
                 "interrupted. Call cache.reset() and read the prompt again"
             )
+        if self._before not in (None, self.lanes.seen):
+            raise RuntimeError(
+                "the last forward pass stored its tokens and then failed: it was interrupted. Call cache.reset() and "
+                "read the prompt again"
+            )
         if q_len < 1:
             raise ValueError(
                 f"no new tokens: the cache has seen {self.lanes.seen} and was given no more. Pass the whole "
@@ -64,13 +63,19 @@ class Announced(Cache, Guarded):
                 "for each model"
             )
         self._checked = id(model)
+        attention = str(cast(Any, model).config._attn_implementation)
+        if len(self.ledgers) > 1 and attention in ("sdpa", "eager"):
+            raise ValueError(
+                f"budgets that differ between layers need a mask for each, and the model's attention was set back to "
+                f"{attention}: make the cache anew, or leave the model's attention as the cache has set it"
+            )
         if attention_mask is None and self.lanes.seen == 0:
-            _check_told(model, tokens)
+            check_told(model, tokens)
         rows = self._batch_for(batch)
         before = vars(self.lanes).copy(), [ledger.books for ledger in self.ledgers]
         try:
-            changes = self._read_mask(tokens, attention_mask, rows)
-            self._check_room(q_len)
+            changes = self._read_mask(tokens, attention_mask, rows, attention)
+            self._check_room(self._at_once(q_len))
             changes |= self._read_positions(tokens, position_ids)
         except BaseException:  # a pass that is refused leaves the cache as it was
             if rows != batch:
@@ -130,10 +135,7 @@ class Announced(Cache, Guarded):
         """How many slots the queries of a step of `q_len` tokens are shown, in the layer that has the most."""
         return max(ledger.kept_before(q_len) for ledger in self.ledgers)
 
-    def rebase(self, shifts: int | Sequence[int]) -> None:
-        raise NotImplementedError
-
-    def _read_mask(self, tokens: Tensor, mask: Any, rows: int) -> dict[str, Any]:
+    def _read_mask(self, tokens: Tensor, mask: Any, rows: int, attention: str) -> dict[str, Any]:
         (batch, q_len), lanes = tokens.shape[:2], self.lanes
         if rows != batch:
             self.batch_repeat_interleave(batch)  # a prefix that was read once serves a batch that goes on from it
@@ -152,7 +154,8 @@ class Announced(Cache, Guarded):
                 ledger.regroup(parents)
         if not lanes.padded:
             return {"attention_mask": None} if self.ordered and plain is not None else {}
-        natives = self._check_padding(mask)
+        jumps = self.window is not None and self._at_once(q_len) > self.window
+        natives = check_padding(self.layers, self.ledgers, self.ordered, mask, attention, jumps)
         if lanes.seen == 0:
             return {}  # no slot is in use: the mask is right as it is
         assert lanes.of is not None
@@ -167,41 +170,6 @@ class Announced(Cache, Guarded):
         else:
             columns = shown.new_ones(batch, lanes.seen + q_len - shown.shape[1])
         return {"attention_mask": torch.cat([columns, shown], dim=1).long()}
-
-    def check_chunks(self, chunk: int) -> None:
-        """Raises ValueError if layers with a recurrent state would be given pads behind the first `chunk` columns."""
-        real = self.lanes.real
-        recurrent = any(hasattr(layer, "conv_states") for layer in self.layers)
-        if recurrent and real is not None and not bool(real[:, chunk:].all()):
-            raise ValueError(
-                "linear-attention layers can skip pads only in front of a row and in the first pass: read the padded "
-                "part of the prompt in one chunk"
-            )
-
-    def _check_padding(self, mask: Any) -> bool:
-        """Whether native layers read the true columns; raises ValueError where a padded batch cannot be served."""
-        real = self.lanes.real
-        if isinstance(mask, dict):
-            raise ValueError("a padded batch takes one attention_mask of shape [batch, tokens], not one for each kind")
-        if self.ordered:
-            raise ValueError(
-                "padded batches are not supported for a model that goes by the order of its cache (ALiBi): run rows "
-                "one by one"
-            )
-        if len(self.ledgers) > 1:
-            raise ValueError(
-                "padded batches with budgets that differ between layers are not supported: give one budget"
-            )
-        others = [layer for layer in self.layers if not isinstance(layer, SinkLayer)]
-        if real is not None and (self.lanes.seen > 0 or bool((real[:, 1:] < real[:, :-1]).any())):
-            self.check_chunks(0)
-        natives = any(isinstance(layer, CacheLayerMixin) for layer in others)
-        if natives and not hasattr(Cache, "get_query_offset"):
-            raise ValueError(
-                "padded batches for a model with sliding-window layers need transformers 5.14 or later: run rows one "
-                "by one"
-            )
-        return natives
 
     def _read_positions(self, tokens: Tensor, given: Tensor | None) -> dict[str, Any]:
         (batch, q_len), lanes = tokens.shape[:2], self.lanes
@@ -224,35 +192,10 @@ class Announced(Cache, Guarded):
             return {}  # would wait for the device in every decoding step
         if given.shape[1] != q_len:
             raise ValueError(f"position_ids are {given.shape[1]} in a row for {q_len} tokens: give one for each")
-        moved = self._shifts_of(given.expand(batch, q_len).cpu())
+        moved = self.ledgers[0].shifts_of(given.expand(batch, q_len).cpu())
         if moved != shifts:
             self.rebase(moved)
         return {}
-
-    def _shifts_of(self, given: Tensor) -> list[int]:
-        """By how much positions given to each lane lag behind its tokens."""
-        lanes, moved = self.lanes, []
-        for lane, book in enumerate(self.ledgers[0].books):
-            rows = lanes.rows(lane) if lanes.padded else slice(None)
-            columns = lanes.columns(lane, given.shape[1]) if lanes.padded else slice(None)
-            positions = given[rows][:, columns]
-            if positions.shape[1] == 0:
-                moved.append(book.shift)
-                continue
-            first = int(positions[0, 0])
-            if not bool((positions == torch.arange(first, first + positions.shape[1])).all()):
-                raise ValueError(
-                    f"position_ids are not {positions.shape[1]} positions in a row from {first}, the same in rows that "
-                    "were padded alike: packed sequences are not supported. Leave position_ids out, or count each "
-                    "row's own tokens"
-                )
-            if book.seen > 0 and first not in (book.seen, book.seen - book.shift):
-                raise ValueError(
-                    f"position_ids begin at {first}, but the cache has seen {book.seen} tokens: pass positions that go "
-                    "on from there, or none, and leave use_cache on"
-                )
-            moved.append(book.seen - first)
-        return moved
 
     def next_positions(self, q_len: int, real: Tensor | None = None) -> Tensor:
         """The model's own positions of the next `q_len` columns, int64 `[batch or 1, q_len]`, on the CPU.
@@ -261,11 +204,14 @@ class Announced(Cache, Guarded):
         """
         lanes = self.lanes
         first = torch.tensor([book.seen - book.shift for book in self.ledgers[0].books])
-        if lanes.of is None:
-            return first[:, None] + torch.arange(q_len)
+        if lanes.of is None or (lanes.seen == 0 and real is None):  # lanes may be those of a pass that came to nothing
+            return first[:1, None] + torch.arange(q_len)
         real = torch.ones(len(lanes.of), q_len, dtype=torch.bool) if real is None else real
         positions = first[lanes.of][:, None] + real.cumsum(dim=1) - 1
         return positions.where(real, positions.clamp_min(0))  # what a pad is told does not matter
+
+    def _at_once(self, q_len: int) -> int:
+        return q_len if self.chunk is None else min(q_len, self.chunk)
 
     def _check_room(self, q_len: int) -> None:
         if self.window is not None and (kept := self.kept_before(q_len)) > 0 and kept + q_len > self.window:
@@ -311,19 +257,3 @@ class Announced(Cache, Guarded):
         """The layers that count tokens and have not seen what the others have."""
         counting = ((index, layer) for index, layer in enumerate(self.layers) if isinstance(layer, _COUNTING))
         return [index for index, layer in counting if layer.get_seq_length() != self.lanes.seen]
-
-
-def _check_told(model: nn.Module, tokens: Tensor) -> None:
-    """Raises ValueError if a batch seems to be padded and the cache was not told."""
-    if tokens.ndim != 2 or len(tokens) < 2:
-        return
-    config = cast(Any, model).config.get_text_config(decoder=True)
-    pad, ends = getattr(config, "pad_token_id", None), (config.bos_token_id, config.eos_token_id)
-    if pad is None or any(pad in (end if isinstance(end, list) else [end]) for end in ends):
-        return
-    padded = ((tokens[:, 0] == pad) | (tokens[:, -1] == pad)).nonzero()[:, 0]
-    if len(padded):
-        raise ValueError(
-            f"row {int(padded[0])} begins or ends with the pad token {pad} and no attention_mask says what is padding: "
-            "pass attention_mask (all ones if the token is text)"
-        )

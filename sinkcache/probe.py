@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from sinkcache.devices import device_of
 from sinkcache.guard import arguments, cache_argument
 from sinkcache.positions import Rotation, same
 
@@ -46,19 +47,6 @@ def probe(model: nn.Module) -> Found:
     with _evaluating(model):
         rotations = _rotations(model, device)
         return Found(rotations, _goes_by_order(model, device))
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where `model` takes its tokens; raises ValueError if its weights are not in memory."""
-    embedding = cast(Any, model).get_input_embeddings()
-    hook = getattr(embedding, "_hf_hook", None)  # accelerate loads this module's weights when it is called
-    if embedding.weight.device.type != "meta":
-        return embedding.weight.device
-    if hook is None or hook.execution_device is None:
-        raise ValueError(
-            f"{type(model).__name__} is on the meta device: load its weights before you attach a SinkCache"
-        )
-    return torch.device(hook.execution_device)
 
 
 def _rotations(model: nn.Module, device: torch.device) -> list[Rotation | str | None]:

@@ -128,16 +128,18 @@ class Slots:
         book = copy.copy(self)
         book.last = None
         if self.capacity is not None:
-            book.positions, book._moves = self.positions.clone(), self._moves.clone()
-            book._applied, book._frame = self._applied.clone(), self._frame.clone()
+            with torch.inference_mode(False):  # or they could not be written outside of it
+                book.positions, book._moves = self.positions.clone(), self._moves.clone()
+                book._applied, book._frame = self._applied.clone(), self._frame.clone()
         return book
 
     def _allocate(self, capacity: int) -> None:
         self.capacity = capacity
-        self.positions = torch.zeros(capacity, dtype=torch.int64)
-        self._moves = torch.zeros_like(self.positions)  # evicted tokens younger than the slot's: its move in the cache
-        self._applied = torch.zeros_like(self.positions)  # by how much the buffer's key is turned now
-        self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
+        with torch.inference_mode(False):  # or they could not be written outside of it
+            self.positions = torch.zeros(capacity, dtype=torch.int64)
+            self._moves = torch.zeros_like(self.positions)  # evicted tokens younger than the slot's: its move
+            self._applied = torch.zeros_like(self.positions)  # by how much the buffer's key is turned now
+            self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
 
     def _advance(self, q_len: int) -> Step:
         if self._torn:

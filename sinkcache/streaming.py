@@ -15,13 +15,14 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from transformers import Cache
 
 from sinkcache.cache import SinkCache
+from sinkcache.devices import device_of
 from sinkcache.guard import arguments, cache_argument, guard
-from sinkcache.probe import device_of
+from sinkcache.padding import check_chunks
 
 _REBASE_AT = 32_768  # tokens; float32 angles are off by 2e-4 there, 2.5e-2 at four million
 
@@ -31,7 +32,7 @@ def prefill(
     cache: SinkCache,
     input_ids: Int[Tensor, "batch q_len"],
     chunk: int = 512,
-    attention_mask: Int[Tensor, "batch kv_len"] | None = None,
+    attention_mask: Shaped[Tensor, "batch kv_len"] | None = None,
 ) -> Float[Tensor, "batch vocab"]:
     """Reads a prompt into `cache`, `chunk` tokens at a time; returns the logits after its last token.
 
@@ -43,13 +44,24 @@ def prefill(
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     _check_chunk(chunk)
     guard(model)
+    if not isinstance(cache, SinkCache):
+        raise TypeError(
+            f"prefill reads into a SinkCache, got {type(cache).__name__}: give the prompt to model.generate"
+        )
     if cache.seen == 0:
         cache.reset()  # of what a pass that failed may have settled
     if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens], got shape {tuple(attention_mask.shape)}")
         if bool((empty := ~attention_mask[:, cache.seen :].any(dim=1)).any()):
             raise ValueError(f"attention_mask hides all of row {int(empty.int().argmax())}: leave that row out")
-        cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
-        cache.check_chunks(chunk)
+        cache.chunk = chunk
+        try:
+            cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
+        finally:
+            cache.chunk = None
+        cache._before = None  # no pass is under way yet, should the next lines refuse
+        check_chunks(cache.layers, cache.lanes.real, chunk)
     else:
         cache.lanes.real = None  # as a pass that failed may have left it
     cache.resolve(input_ids.shape[1])

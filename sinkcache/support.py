@@ -5,12 +5,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 from transformers import PreTrainedConfig
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from sinkcache.positions import Rotation
 from sinkcache.probe import Found, probe
 
 Positions = Literal["cache", "original"]
 
+_KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)  # of the growing kinds
 _PROBED: WeakKeyDictionary[nn.Module, tuple[Any, Found]] = WeakKeyDictionary()
 
 
@@ -85,6 +87,25 @@ def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | Non
 def scales_by_position(config: PreTrainedConfig) -> bool:
     """Whether queries are scaled by their absolute position, which re-basing would change."""
     return "llama_4_scaling_beta" in (getattr(config, "rope_parameters", None) or {})
+
+
+def bounded_layers(config: PreTrainedConfig, layers: list[Any], sliding: str) -> list[int]:
+    """Which of `layers`, those of the native cache, are to be bounded: full attention, and "bound" sliding windows.
+
+    Raises ValueError if there are none, or layers are of a growing kind that is not known.
+    """
+    unknown = [type(each) for each in layers if isinstance(each, DynamicLayer) and type(each) not in _KNOWN]
+    if unknown:
+        raise ValueError(
+            f"{type(config).__name__} has layers of a kind SinkCache does not know and so cannot bound: "
+            f"{unknown[0].__name__}"
+        )
+    kinds = _KNOWN if sliding == "bound" else _KNOWN[:1]
+    bounded = [index for index, layer in enumerate(layers) if type(layer) in kinds]
+    if not bounded:
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {names or 'unknown'}")
+    return bounded
 
 
 def check_sliding(config: PreTrainedConfig, layers: list[Any], budgets: list[int | float]) -> int | None:

@@ -17,6 +17,7 @@ import transformers as tf
 from torch import nn
 
 VOCABULARY = 97
+PADS_BESIDE_WINDOWS = hasattr(tf.Cache, "get_query_offset")  # else a padded batch of a hybrid is refused, as tested
 
 _COMMON = {
     "vocab_size": VOCABULARY,

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from sinkcache import Entries, Policy, SinkCache, prefill, stream
 from sinkcache.guard import cache_argument
 from sinkcache.layer import SinkLayer
+from sinkcache.memory import storage
 from sinkcache.policies import StreamingLLM, Window
 
 CONVENTIONS: list[Any] = ["cache", "original"]
@@ -386,6 +387,11 @@ def test_nbytes_counts_native_layers(model):
     assert 6 * token + 2 * 15 * token <= cache.nbytes <= 6 * token + 2 * 16 * token + 64  # its own small tensors
 
 
+def test_storage_is_counted_once_and_whole_whatever_views_show_of_it():
+    whole = torch.zeros(4, 6)
+    assert storage([whole[:1], whole[2:, 1:]]) == whole.nbytes
+
+
 def test_nbytes_of_a_fresh_cache_is_zero(model):
     assert SinkCache(model("llama"), budget=6).nbytes == 0
 
@@ -691,6 +697,12 @@ def test_a_share_is_of_the_first_step(model):
 def test_a_share_rounds_up(model):
     cache = SinkCache(model("llama"), Window(), budget=0.25)
     read(model("llama"), cache, tokens(41), [41])
+    assert cache.kept(0).shape[2] == 11
+
+
+def test_a_share_of_one_is_the_whole_prompt(model):
+    cache = SinkCache(model("llama"), budget=1.0)
+    read(model("llama"), cache, tokens(12), [11, 1])
     assert cache.kept(0).shape[2] == 11
 
 

@@ -5,9 +5,11 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers as tf
 from conftest import VOCABULARY, build
 from oracles import by_hand, kept, sinks_and_recent
 from torch import Tensor
+from transformers import DynamicCache
 
 from sinkcache import SinkCache, prefill, stream, turn
 from sinkcache.guard import cache_argument
@@ -123,6 +125,33 @@ def test_new_tokens_alone_without_a_mask_are_an_error_that_says_how(model):
         generate(model("llama"), cache, ids(3), 4)
 
 
+def test_a_turn_behind_a_row_that_ended_early_is_an_error(model):
+    llama: Any = build("llama")
+    llama.generation_config.eos_token_id, llama.generation_config.pad_token_id = 5, 0
+    cache = bounded(llama)
+    prefill(llama, cache, ids(12, 2))
+    with pytest.raises(ValueError, match="row 1 of output ended before the others"):
+        turn(llama, cache, ids(3, 2), output=torch.tensor([[9, 8, 7], [9, 5, 0]]))
+    turn(llama, cache, ids(3, 2), output=torch.tensor([[9, 8, 7], [9, 8, 5]]))  # both ended here
+
+
+def test_a_turn_of_many_rows_goes_on_from_one_padded_row(model):
+    llama, cache = model("llama"), bounded(model("llama"))
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
+    prefill(llama, cache, ids(6), attention_mask=mask)
+    given = turn(llama, cache, ids(3, 3, seed=2))
+    assert given["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1]] * 3
+    llama.generate(**given, max_new_tokens=3)
+    assert cache.kept(0).shape[0] == 3
+
+
+@pytest.mark.parametrize("call", [turn, prefill])
+def test_another_cache_is_an_error(model, call, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    with pytest.raises(TypeError, match="SinkCache, got DynamicCache"):
+        call(model("llama"), DynamicCache(), ids(3))
+
+
 # forks and copies
 
 
@@ -196,6 +225,18 @@ def test_tokens_of_a_padded_batch_taken_back_leave_no_trace(model):
     torch.testing.assert_close(last[1:], prefill(llama, alone, own))
 
 
+def test_tokens_taken_back_across_a_rebase_leave_no_negative_position(model):
+    llama, cache, other = model("llama"), bounded(model("llama"), 40), bounded(model("llama"), 40)
+    for each in (cache, other):
+        list(stream(llama, each, ids(20)[0].tolist(), rebase_at=16))  # re-based at 16
+    cache.crop(-8)
+    assert cache.next_positions(3).tolist() == [[12, 13, 14]]
+    expected = read_on(llama, bounded(llama, 40), torch.cat([ids(20)[:, :12], ids(9, seed=1)], dim=1))[:, 12:]
+    torch.testing.assert_close(read_on(llama, cache, ids(9, seed=1)), expected, rtol=0, atol=1e-9)
+    other.crop(-3)
+    assert other.next_positions(1).tolist() == [[1]]
+
+
 def test_gemma3_takes_tokens_back_inside_its_windows(model):
     gemma = model("gemma3")
     cache, other = bounded(gemma, 30), bounded(gemma, 30)
@@ -207,6 +248,10 @@ def test_gemma3_takes_tokens_back_inside_its_windows(model):
     with pytest.raises(ValueError, match="layer 0 is a DynamicSlidingWindowLayer that no longer holds"):
         cache.crop(-3)  # 18 tokens are more than its window of 16
     assert cache.seen == 18
+    full = bounded(gemma, 30)
+    prefill(gemma, full, ids(16))
+    with pytest.raises(ValueError, match="layer 0 is a DynamicSlidingWindowLayer that no longer holds"):
+        full.crop(-1)  # of 16 tokens a window of 16 holds the newest 15
 
 
 # searches
@@ -273,7 +318,7 @@ def test_assisted_decoding_that_would_evict_is_an_error_before_it_does(model):
 def test_assisted_decoding_with_a_cache_that_has_evicted_is_an_error(model):
     cache = bounded(model("llama"))
     prefill(model("llama"), cache, ids(20))
-    with pytest.raises(ValueError, match=r"[Aa]ssisted|crop"):
+    with pytest.raises(ValueError, match=r"[Aa]ssisted|crop|attention_mask covers"):
         generate(model("llama"), cache, ids(22), 5, assistant_model=build("llama", seed=1))
 
 
@@ -288,6 +333,39 @@ def test_after_assisted_decoding_a_fork_evicts_again(model):
     fork = cache.fork()
     list(stream(llama, fork, [*said[0, -1:].tolist(), *range(1, 60)]))
     assert fork.kept(0).shape[2] == 40
+
+
+def test_after_a_reset_the_cache_evicts_again(model):
+    llama, cache = model("llama"), bounded(model("llama"), 40)
+    cache.activate_past_recording()
+    cache.reset()
+    prefill(llama, cache, ids(60))
+    assert cache.kept(0).shape[2] == 40
+
+
+def test_rows_of_a_linear_hybrid_can_be_repeated_and_chosen():
+    config = tf.Lfm2Config(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "full_attention", "conv"], initializer_range=0.3,
+        pad_token_id=0, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    lfm: Any = tf.Lfm2ForCausalLM(config).eval()
+    try:
+        read_on(lfm, DynamicCache(config=config), ids(3))  # type: ignore[arg-type]
+    except AttributeError:
+        pytest.skip(f"transformers {tf.__version__} cannot serve LFM2 with a cache of its own")
+    cache = bounded(lfm)
+    prefill(lfm, cache, ids(20))
+    three = cache.fork(3)
+    tokens = ids(8, 3, seed=1)
+    together = read_on(lfm, three, tokens)
+    for row in range(3):
+        alone = read_on(lfm, cache.fork(), tokens[row : row + 1])
+        torch.testing.assert_close(together[row], alone[0], rtol=1e-3, atol=1e-3)  # of units, in float32
+    three.batch_select_indices(torch.tensor([2, 0]))
+    assert three.kept(1).shape[0] == 2
+    read_on(lfm, three, ids(3, 2))
 
 
 # the slots are in order until something goes

@@ -13,6 +13,7 @@ from sinkcache import SinkCache, prefill, stream
 from sinkcache.guard import cache_argument
 from sinkcache.layer import SinkLayer
 from sinkcache.policies import StreamingLLM
+from sinkcache.store import Store
 
 CHUNKS = [20, 1, 1, 1, 7, *[1] * 10]
 TOKENS = torch.randint(1, VOCABULARY, (1, sum(CHUNKS)), generator=torch.Generator().manual_seed(3))
@@ -61,6 +62,7 @@ ON_CPU = dict.fromkeys(
 )
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate:UserWarning")  # of transformers 5.4, with weights on disk
 @pytest.mark.parametrize("case", SPREAD)
 def test_a_model_with_weights_elsewhere_computes_what_it_does_in_memory(case, tmp_path, model):
     accelerate = pytest.importorskip(
@@ -115,6 +117,17 @@ def test_an_offloaded_layer_is_away_but_while_it_computes(model, monkeypatch):
     read(llama, cache, [20, 20])
     a_pass = [(layer, name) for layer in (0, 1) for name in ("prefetch", "update", "offload")]
     assert moves == a_pass * 2
+
+
+def test_an_offloaded_layers_store_goes_to_the_cpu_and_comes_back(model, monkeypatch):
+    cache = SinkCache(model("llama"), StreamingLLM(3), 8)
+    read(model("llama"), cache)
+    layer, moves = cast(SinkLayer, cache.layers[0]), []
+    layer.device = torch.device("meta")
+    monkeypatch.setattr(Store, "to", lambda store, device: moves.append(device.type))
+    layer.offload()
+    layer.prefetch()
+    assert moves == ["cpu", "meta"]
 
 
 def test_a_store_moves_all_it_holds(model):

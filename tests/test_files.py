@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from sinkcache import Entries, Policy, SinkCache, prefill, stream
-from sinkcache import files as module
+from sinkcache import container as module
 from sinkcache.guard import cache_argument
 from sinkcache.layer import SinkLayer
 from sinkcache.memory import storage, tensors_of
@@ -200,7 +200,8 @@ def test_padded_batches_go_on_bit_by_bit(model, tmp_path, family, rebased):
         pytest.skip(f"transformers {tf.__version__} cannot serve padded rows to sliding layers")
     tiny = model(family)
     tokens, mask = ids(4, 30), torch.ones(4, 30, dtype=torch.int64)
-    for row, start, end in [(1, 0, 5), (2, 0, 26), (3, 4, 9)]:
+    hole = (3, 0, 9) if family == "gemma3" else (3, 4, 9)  # sliding windows count pads behind a row's first token
+    for row, start, end in [(1, 0, 5), (2, 0, 26), hole]:
         tokens[row, start:end], mask[row, start:end] = 0, 0
     cache = SinkCache(tiny, SINK, BUDGET)
     prefill(tiny, cache, tokens, chunk=11, attention_mask=mask)
@@ -787,7 +788,7 @@ class Full:
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=["full", "Ctrl-C"])
-@pytest.mark.parametrize(("place", "nth"), [("_bytes", 26), ("_write_to", 1), ("os.fsync", 1), ("os.replace", 1)])
+@pytest.mark.parametrize(("place", "nth"), [("_bytes", 8), ("_write_to", 1), ("os.fsync", 1), ("os.replace", 1)])
 def test_a_save_that_fails_leaves_the_old_file(saved, monkeypatch, error, place, nth):
     path, data, model = saved
     cache = SinkCache(model, SINK, BUDGET)

@@ -319,6 +319,14 @@ def test_another_batch_size_is_an_error(model, rows):
         step(model("llama"), cache, ids(1, batch=rows))
 
 
+def test_another_batch_size_is_an_error_without_hooks_too():
+    tiny = build("llama")
+    cache = SinkCache(cast(Any, tiny).config, budget=8, positions="original")
+    step(tiny, cache, ids(12, batch=2))
+    with pytest.raises(ValueError, match=r"holds a batch of 2 and was given 3 rows: call cache\.reset\(\)"):
+        step(tiny, cache, ids(1, batch=3))
+
+
 def test_another_batch_size_leaves_the_cache_as_it_was(model):
     cache = SinkCache(model("llama"), budget=8)
     step(model("llama"), cache, ids(12, batch=2))
@@ -385,6 +393,19 @@ def test_after_an_interrupted_pass_the_next_is_an_error_without_hooks_too():
     tiny, cache = _interrupted(lambda model: SinkCache(model.config, budget=8, positions="original"), 12)  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError, match=r"interrupted .*Call cache\.reset\(\)"):
         step(tiny, cache, ids(1))
+
+
+def test_a_pass_that_failed_after_all_was_stored_is_not_read_again(model):
+    llama: Any = build("llama")
+    cache = SinkCache(llama, budget=8)
+    handle = llama.lm_head.register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        step(llama, cache, ids(5))
+    handle.remove()
+    with pytest.raises(RuntimeError, match=r"stored its tokens and then failed.* Call cache\.reset\(\)"):
+        step(llama, cache, ids(5))
+    cache.reset()
+    step(llama, cache, ids(5))
 
 
 def test_reset_repairs_an_interrupted_cache():
@@ -541,7 +562,8 @@ def test_a_growing_layer_of_another_kind_is_refused(model, monkeypatch):
         SinkCache(model("llama"), budget=8)
 
 
-def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():
+def recurrent() -> Any:
+    """A linear-attention layer below one of full attention."""
     if not hasattr(tf.DynamicCache, "has_previous_state"):
         pytest.skip(f"the DynamicCache of transformers {tf.__version__} cannot serve Qwen3-Next")
     config = tf.Qwen3NextConfig(
@@ -563,8 +585,22 @@ def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():
         linear_value_head_dim=8,
         initializer_range=0.3,
     )
-    hybrid = tf.Qwen3NextForCausalLM(config).eval()
+    return tf.Qwen3NextForCausalLM(config).eval()
+
+
+def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():
+    hybrid = recurrent()
     tokens = ids(60)[0].tolist()
     one = torch.stack(list(stream(hybrid, SinkCache(hybrid, StreamingLLM(2), 10), tokens, rebase_at=1000)))
     other = torch.stack(list(stream(hybrid, SinkCache(hybrid, StreamingLLM(2), 10), tokens, rebase_at=16)))
     torch.testing.assert_close(other, one, rtol=0, atol=1e-3)  # float32, as its experts run in no wider
+
+
+def test_pads_behind_the_first_chunk_of_a_recurrent_layer_are_an_error_before_it_is_read():
+    hybrid, tokens, mask = recurrent(), ids(12, batch=2), torch.ones(2, 12, dtype=torch.int64)
+    mask[1, :3] = 0
+    cache = SinkCache(hybrid, budget=8)
+    with pytest.raises(ValueError, match="linear-attention layers can skip pads only in front of a row and in the fir"):
+        prefill(hybrid, cache, tokens, chunk=2, attention_mask=mask)
+    assert cache.seen == 0
+    prefill(hybrid, cache, tokens, chunk=3, attention_mask=mask)

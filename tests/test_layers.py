@@ -119,6 +119,31 @@ def test_budgets_that_differ_need_the_model():
         SinkCache(build("llama").config, budget=[9, 8], positions="original")  # type: ignore[arg-type]
 
 
+def test_one_token_and_the_whole_prompt_are_not_the_same_budget():
+    tiny: Any = build("llama")
+    for budgets, held in (([1, 1.0], [1, 20]), ([1.0, 1], [20, 1])):
+        cache = SinkCache(tiny, Window(), budgets)
+        read(tiny, cache, TOKENS[:, :20], [20])
+        assert [cache.kept(layer).shape[2] for layer in range(2)] == held
+
+
+def test_a_model_that_cuts_masks_itself_is_an_error_and_keeps_its_attention():
+    torch.manual_seed(0)
+    doge = tf.DogeForCausalLM(tf.DogeConfig(**SMALL, num_key_value_heads=2, intermediate_size=96)).eval()
+    before = doge.config._attn_implementation
+    with pytest.raises(ValueError, match="DogeForCausalLM cuts masks in a way of its own: give one budget"):
+        SinkCache(doge, budget=[9, 8])
+    assert doge.config._attn_implementation == before
+
+
+def test_attention_that_is_set_back_is_an_error():
+    tiny: Any = build("llama")
+    cache = SinkCache(tiny, budget=[9, 8])
+    tiny.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="the model's attention was set back to sdpa"):
+        read(tiny, cache)
+
+
 def test_padded_batches_with_budgets_that_differ_are_an_error():
     tiny: Any = build("llama")
     mask = torch.ones(2, 40, dtype=torch.int64)
@@ -251,6 +276,18 @@ def test_alibi_goes_on_past_the_trained_length_under_generate_and_stream(family)
     again = SinkCache(tiny, budget=8)
     expected = read(tiny, again, generated[:, :-1], [1] * 189)
     torch.testing.assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("family", ["mpt", "bloom"])
+def test_alibi_takes_a_mask_of_all_columns(family):
+    tiny = served(family)
+    expected = read(tiny, SinkCache(tiny, StreamingLLM(2), 8), TOKENS[:, :16], [12, 1, 3])
+    cache, logits = SinkCache(tiny, StreamingLLM(2), 8), []
+    for piece in TOKENS[:, :16].split([12, 1, 3], dim=1):
+        mask = torch.ones(1, cache.seen + piece.shape[1], dtype=torch.int64)
+        with torch.no_grad():
+            logits.append(tiny(piece, attention_mask=mask, use_cache=True, **{cache_argument(tiny): cache}).logits[0])
+    torch.testing.assert_close(torch.cat(logits), expected)
 
 
 @pytest.mark.parametrize("family", ["mpt", "bloom"])

@@ -86,6 +86,29 @@ def test_a_pass_that_failed_before_any_bounded_layer_is_found_out(model, monkeyp
         last(gemma, cache, [5])
 
 
+def test_a_pass_that_failed_in_a_layer_announces_no_other(model):
+    llama, cache = model("llama"), SinkCache(model("llama"), budget=8)
+    with pytest.raises(RuntimeError, match="SinkCache is for inference"):
+        llama(ids(3), **{cache_argument(llama): cache})
+    with pytest.raises(RuntimeError, match="not announced"), torch.no_grad():
+        llama.model(ids(3), use_cache=True, **{cache_argument(llama): cache})
+
+
+def test_lanes_of_a_pass_that_came_to_nothing_are_not_those_of_the_next(model):
+    llama, cache, mask = model("llama"), SinkCache(model("llama"), budget=8), torch.ones(3, 5, dtype=torch.int64)
+    mask[1, :2] = 0
+    cache.begin_step(llama, ids(5, batch=3), mask, None)
+    with torch.no_grad():
+        llama(ids(6, batch=2), use_cache=True, **{cache_argument(llama): cache})
+    assert cache.kept(0)[:, 0].tolist() == [[0, 1, 2, 3, 4, 5]] * 2
+
+
+def test_a_cache_under_its_old_name_is_watched_too(model):
+    llama, cache = model("llama"), SinkCache(model("llama"), budget=8)
+    with pytest.raises(ValueError, match="position_ids are not 3 positions in a row from 0"), torch.no_grad():
+        llama(ids(3), past_key_values=cache, position_ids=torch.tensor([[0, 1, 5]]))
+
+
 def test_queries_scaled_by_position_are_not_rebased():
     parameters = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1}
     llama = build("llama", rope_parameters=parameters)

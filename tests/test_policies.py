@@ -185,6 +185,7 @@ def test_streaming_keeps_the_first_and_the_newest(positions: list[int], num_sink
 
 def test_streaming_sinks_are_the_first_of_the_stream_and_not_of_what_is_held() -> None:
     assert _select(StreamingLLM(num_sinks=2), [1, 5, 6, 7], 8, 2) == [1, 7]
+    assert _select(StreamingLLM(num_sinks=2), [3, 5, 6, 7], 8, 2) == [6, 7]
 
 
 @settings(deadline=None)

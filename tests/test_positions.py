@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sinkcache.positions import Layout, Rotation
+from sinkcache.positions import Layout, Rotation, same
 
 TWO_PI = 2 * Fraction("3.14159265358979323846264338327950288419716939937510")
 INV_FREQ = [1.0, 0.31, 0.0625, 0.0007]
@@ -141,3 +141,12 @@ def test_half_precision_keys_are_rounded_once(dtype: torch.dtype, layout: Layout
 def test_one_phase_serves_every_key() -> None:
     keys, rotation = torch.randn(2, 3, 5, 8, dtype=torch.float64), _rotation("half")
     assert torch.equal(_turn(rotation, keys, [7]), _turn(rotation, keys, [7] * 5))
+
+
+def test_rotations_are_the_same_where_frequencies_layout_and_what_turns_are() -> None:
+    one = _rotation("half")
+    assert same(one, _rotation("half"))
+    for other in (_rotation("interleaved"), _rotation("half", pairs=3), Rotation(one.inv_freq, "half", values=True)):
+        assert not same(one, other)
+    assert not same(one, None)
+    assert same("unknown", "unknown")

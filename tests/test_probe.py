@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import transformers as tf
 from conftest import FAMILIES, VOCABULARY, build
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -189,3 +190,27 @@ def test_the_caches_name_is_the_one_in_the_signature():
         def forward(self, input_ids, cache=None, past_key_values=None): ...
 
     assert [cache_argument(Old()), cache_argument(New())] == ["past_key_values", "cache"]
+
+
+def test_frequencies_that_differ_far_away_alone_are_told_apart():
+    tiny: Any = build("llama", torch.float32)
+    rotary = tiny.model.rotary_emb
+    known, forward, last = rotary.inv_freq, rotary.forward, torch.ones(8)
+    last[-1] = 1.5  # an angle of 3e-4 at position 2, and of 2e-2 at 126
+
+    def otherwise(*args: Any, **kwargs: Any) -> Any:
+        rotary.inv_freq = known * last
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            rotary.inv_freq = known
+
+    rotary.forward = otherwise
+    assert all("no frequencies of the model explain" in str(each) for each in probe(tiny).rotations)
+
+
+def test_a_bias_that_is_not_distance_in_the_cache_is_refused(monkeypatch):
+    config = tf.MptConfig(vocab_size=VOCABULARY, d_model=64, n_layers=2, n_heads=4, initializer_range=0.3)
+    monkeypatch.setattr("sinkcache.probe._cropped", lambda layer: layer)  # as if what was evicted were counted in
+    with pytest.raises(ValueError, match="and counts evicted tokens in"):
+        probe(tf.MptForCausalLM(config).eval())

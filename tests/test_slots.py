@@ -170,6 +170,14 @@ def test_attends_to_what_the_rule_tells_at_the_rotation_it_tells(
         assert slots.positions[: slots.held].tolist() == by_slot
 
 
+def test_a_token_in_the_slot_of_one_that_had_moved_has_not_moved() -> None:
+    slots, told, machine = Slots(Scattered(), 4, True, None), Told(Scattered(), 4, True), Machine(4)
+    for _ in range(26):  # twice the pattern of worths
+        expected = told.attended(1)
+        assert machine.run(slots.step(slots.seen, 1), 0) == expected
+        told.trim(4)
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.data(), policies, lengths)
 def test_knows_which_slots_are_turned(data: st.DataObject, policy: Policy, steps: list[int]) -> None:

@@ -456,6 +456,10 @@ def crop(pair: Pair, tokens: int) -> None:
             pair.cache.crop(-tokens)
         return
     pair.cache.crop(-tokens)
+    if tokens and any(row.own - tokens < row.frame for row in pair.lists.rows):
+        pair.rebased = True
+        for row in pair.lists.rows:
+            row.frame = 0  # positions would be negative
     pair.lists.crop(tokens)
 
 

@@ -182,6 +182,14 @@ def test_rows_turn_after_they_were_chosen() -> None:
     torch.testing.assert_close(store.keys[:, :, :2], _turned_at_once(keys, 8)[[1, 1, 0], :, :2])
 
 
+def test_another_run_of_slots_turns_alone() -> None:
+    store, keys, _ = _filled()
+    store.turn(slice(0, 4), slice(0, 4), 4, ROTATION, _phase([3], keys))
+    store.turn(slice(2, 4), None, 4, ROTATION, _phase([8], keys))
+    torch.testing.assert_close(store.keys[:, :, :2], _turned_at_once(keys, 3)[:, :, :2])
+    torch.testing.assert_close(store.keys[:, :, 2:4], _turned_at_once(keys, 8)[:, :, 2:4])
+
+
 def test_a_new_token_in_a_turned_slot_turns_from_how_it_arrived() -> None:
     store, keys, _ = _filled()
     store.turn(slice(0, 2), slice(0, 2), 2, ROTATION, _phase([3], keys))

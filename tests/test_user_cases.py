@@ -149,6 +149,8 @@ def test_latent_attention_is_read_where_it_stands(config):
     cache = SinkCache(two, StreamingLLM(2), budget=8, positions="original")
     expected = oracles.by_mask(two, ids[0].tolist(), chunks, 8, oracles.sinks_and_recent(2))
     torch.testing.assert_close(read(two, cache, ids, chunks)[0], expected, rtol=1e-4, atol=1e-4)  # rotates in float32
+    if cast(Any, cache.layers[0]).values.shape[-1] != 8:
+        pytest.skip(f"transformers {tf.__version__} caches the keys made of the latents, which are not moved")
     one = latent(num_hidden_layers=1)
     cache = SinkCache(one, StreamingLLM(2), budget=8, positions="cache")
     streamed = read(one, cache, ids, [1] * 30)[0, -1]

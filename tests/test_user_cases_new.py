@@ -6,7 +6,7 @@ from typing import Any
 import oracles
 import pytest
 import torch
-from conftest import VOCABULARY, build
+from conftest import PADS_BESIDE_WINDOWS, VOCABULARY, build
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -86,6 +86,8 @@ def padded(pads: list[int], width: int, more: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("convention", CONVENTIONS)
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3"])
 def test_padded_rows_generate_what_they_generate_alone(model, family, convention):
+    if family == "gemma3" and not PADS_BESIDE_WINDOWS:
+        pytest.skip("refused before transformers 5.14, see tests/test_padding.py")
     tiny = model(family)
     ids, mask = padded([0, 10], 30, 0)
     options = {"attention_mask": mask, "output_logits": True, "return_dict_in_generate": True}
@@ -232,6 +234,7 @@ def test_a_crop_to_a_length_is_an_error(model):
     assert cache.seen == 10
 
 
+@pytest.mark.skipif(not PADS_BESIDE_WINDOWS, reason="before transformers 5.14 assisted decoding gives a length to keep")
 def test_assisted_decoding_within_the_budget_says_what_greedy_decoding_does(model):
     llama, helper = model("llama"), build("llama", seed=1, num_hidden_layers=1)
     full = generate(llama, DynamicCache(config=llama.config), tokens(9), 30)

