@@ -55,7 +55,8 @@ class SinkCache(Announced):
 
     `offload`: "cpu" keeps every layer's storage on the CPU but while that layer computes.
 
-    Rows of a batch padded on the left, or with holes, are each as they would be alone: pads are never held.
+    Rows of a batch padded on the left, or with holes, are each as they would be alone: pads are never held. Holes are
+    refused beside sliding windows, which count them.
 
     Raises TypeError for arguments of another kind, ValueError for values out of range and for models that cannot be
     bounded exactly, each with its reason.
