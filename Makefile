@@ -35,7 +35,7 @@ define install
 	    "or with TORCH_INDEX=<index of CPU builds>" >&2; exit 1; }
 endef
 
-.PHONY: help venv test test-fast test-oldest test-versions zoo mutations lint format demo bench clean
+.PHONY: help venv test test-fast test-oldest test-versions test-exhaustive zoo mutations lint format demo bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -51,8 +51,11 @@ $(OLDEST)/.sinkcache: pyproject.toml constraints/oldest.txt Makefile
 	$(call install,$(OLDEST),test,constraints/oldest.txt)
 	touch $@
 
-test: venv ## all tests but those that need a GPU
-	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not gpu"
+test: venv ## all tests but those that need a GPU, or repeat for minutes what a faster one does
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not gpu and not exhaustive"
+
+test-exhaustive: venv ## those: ten thousand random histories of a cache, every cell of the zoo
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "exhaustive"
 
 test-fast: venv ## those below 10 s each
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow and not gpu"

@@ -337,7 +337,8 @@ def test_after_assisted_decoding_a_fork_evicts_again(model):
 
 def test_after_a_reset_the_cache_evicts_again(model):
     llama, cache = model("llama"), bounded(model("llama"), 40)
-    cache.activate_past_recording()
+    for layer in cast(list[Any], cache.layers):
+        layer.activate_past_recording()
     cache.reset()
     prefill(llama, cache, ids(60))
     assert cache.kept(0).shape[2] == 40

@@ -185,6 +185,7 @@ def test_whatever_is_done_it_is_the_cache_of_lists(setup: Setup, history: list[t
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @settings(max_examples=10_000, **SEARCH)
 @given(setups(), histories())
 def test_ten_thousand_times_it_is_the_cache_of_lists(setup: Setup, history: list[tuple[int, Op]]) -> None:

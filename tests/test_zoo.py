@@ -77,6 +77,7 @@ def test_families_equal_the_reference_in_every_usage(label):
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("label", zoo.FAMILIES)
 def test_no_cell_is_wrong(label):
     wrong = [cell for cell in animal(label).cells() if cell.verdict in ("WRONG", "crash")]
