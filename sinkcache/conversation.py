@@ -21,14 +21,20 @@ def turn(
 
     `output`: what the last `generate` returned. It never reads the last token that it samples, so that one is put in
     front. `attention_mask` tells which of the new tokens are real, where turns of different lengths are padded on the
-    left. What `generate` then returns begins with these tokens and not with the conversation. After a beam search the
-    rows of the cache are the last beams, not the sequences returned.
+    left. What `generate` then returns begins with these tokens and not with the conversation: the reply is
+    `out[:, given["input_ids"].shape[1] :]`. After a beam search the rows of the cache are the last beams, not the
+    sequences returned. An `output` of an earlier turn cannot be told from that of the last: save it with the cache.
 
-    Raises ValueError if shapes disagree, `output` is a whole conversation that is not one token ahead of `cache`, or a
-    row of it ended before the others: `generate` has fed it pads since, which the cache holds as text.
+    Raises TypeError for what is no tensor or no SinkCache; ValueError if shapes disagree, `output` is longer than what
+    was seen and one token more, or a row of it ended before the others: `generate` has fed it pads since, which the
+    cache holds as text.
     """
     if not isinstance(cache, SinkCache):
         raise TypeError(f"turn continues a SinkCache, got {type(cache).__name__}: give generate the whole conversation")
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor [batch, tokens], got {type(input_ids).__name__}: pass its input_ids"
+        )
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     if attention_mask is None:
@@ -42,8 +48,13 @@ def turn(
         unread = _unread(cache, input_ids, output).to(input_ids.device)
         input_ids = torch.cat([unread, input_ids], dim=1)
         attention_mask = torch.cat([torch.ones_like(unread), attention_mask.to(unread)], dim=1)
+    if cache.seen > 0 and (rows := cache.rows) != input_ids.shape[0]:
+        raise ValueError(
+            f"the cache holds a batch of {rows} and was given {input_ids.shape[0]} rows: cache.fork(n) repeats each "
+            "row n times, history and all"
+        )
     seen = torch.ones(input_ids.shape[0], cache.seen) if cache.lanes.shown is None else cache.lanes.shown
-    mask = torch.cat([seen.to(attention_mask).expand(input_ids.shape[0], -1), attention_mask], dim=1)
+    mask = torch.cat([seen.to(attention_mask), attention_mask], dim=1)
     return {"input_ids": input_ids, "attention_mask": mask, cache_argument(model): cache}
 
 

@@ -31,17 +31,23 @@ class Held(Cache):
         """Tokens of the stream read so far; of a padded batch, pads included."""
         return self.lanes.seen
 
+    @property
+    def rows(self) -> int:
+        """Rows of the batch that is held; 0 before the first token."""
+        stores = (layer.store for layer in self.layers if isinstance(layer, SinkLayer))
+        return next((store.keys.shape[0] for store in stores if store is not None), 0)
+
     def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
         """Keeps the rows `beam_idx`, in that order."""
         self._rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices`, numbers or a mask."""
-        self._rows(torch.arange(self._batch())[indices.cpu()])
+        self._rows(torch.arange(self.rows)[indices.cpu()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times."""
-        self._rows(torch.arange(self._batch()).repeat_interleave(repeats))
+        self._rows(torch.arange(self.rows).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int | Int[Tensor, ""]) -> None:
         """Takes back the newest -`tokens_to_remove` tokens, exactly, as long as none has been evicted.
@@ -105,12 +111,8 @@ class Held(Cache):
         if self._scales:
             raise ValueError("positions cannot be re-based: this model scales its queries by their position")
 
-    def _batch(self) -> int:
-        stores = (layer.store for layer in self.layers if isinstance(layer, SinkLayer))
-        return next((store.keys.shape[0] for store in stores if store is not None), 0)
-
     def _rows(self, rows: Tensor) -> None:
-        if self._batch() == 0:
+        if self.rows == 0:
             return
         lanes = self.lanes.select(rows.cpu())
         for ledger in self.ledgers:

@@ -137,7 +137,8 @@ class Ledger:
             if book.seen > 0 and first not in (book.seen, book.seen - book.shift):
                 raise ValueError(
                     f"position_ids begin at {first}, but the cache has seen {book.seen} tokens: pass positions that go "
-                    "on from there, or none, and leave use_cache on"
+                    "on from there, or none, and leave use_cache on. generate makes them of the attention_mask, which "
+                    "must cover all that was seen, pads hidden, and one new token at least"
                 )
             moved.append(book.seen - first)
         return moved

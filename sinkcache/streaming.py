@@ -40,6 +40,10 @@ def prefill(
     seen and the new ones; rows are padded on the left, or with holes. Raises ValueError if the prompt or a row of it is
     empty, or `chunk` is below 1.
     """
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor [batch, tokens], got {type(input_ids).__name__}: pass its input_ids"
+        )
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
     _check_chunk(chunk)

@@ -104,7 +104,11 @@ def bounded_layers(config: PreTrainedConfig, layers: list[Any], sliding: str) ->
     bounded = [index for index, layer in enumerate(layers) if type(layer) in kinds]
     if not bounded:
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
-        raise ValueError(f"{type(config).__name__} has no full-attention layer to bound, only {names or 'unknown'}")
+        slides = any(getattr(layer, "is_sliding", False) for layer in layers)
+        raise ValueError(
+            f"{type(config).__name__} has no full-attention layer to bound, only {names or 'unknown'}"
+            + ('. Use sliding="bound" to bound layers inside their windows' if slides else "")
+        )
     return bounded
 
 

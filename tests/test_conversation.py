@@ -135,14 +135,26 @@ def test_a_turn_behind_a_row_that_ended_early_is_an_error(model):
     turn(llama, cache, ids(3, 2), output=torch.tensor([[9, 8, 7], [9, 8, 5]]))  # both ended here
 
 
-def test_a_turn_of_many_rows_goes_on_from_one_padded_row(model):
+def test_a_turn_of_many_rows_needs_a_history_for_each(model):
     llama, cache = model("llama"), bounded(model("llama"))
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
     prefill(llama, cache, ids(6), attention_mask=mask)
+    with pytest.raises(
+        ValueError, match=r"holds a batch of 1 and was given 3 rows: cache\.fork\(n\) repeats each row n"
+    ):
+        turn(llama, cache, ids(3, 3, seed=2))
+    cache = cache.fork(3)
     given = turn(llama, cache, ids(3, 3, seed=2))
     assert given["attention_mask"].tolist() == [[0, 0, 1, 1, 1, 1, 1, 1, 1]] * 3
     llama.generate(**given, max_new_tokens=3)
     assert cache.kept(0).shape[0] == 3
+
+
+@pytest.mark.parametrize("call", [turn, prefill])
+def test_what_a_tokenizer_returns_whole_is_an_error(model, call, monkeypatch):
+    monkeypatch.setattr("jaxtyping.config.jaxtyping_disable", True)
+    with pytest.raises(TypeError, match=r"must be a tensor .*, got BatchEncoding: pass its input_ids"):
+        call(model("llama"), bounded(model("llama")), tf.BatchEncoding({"input_ids": ids(3)}))
 
 
 @pytest.mark.parametrize("call", [turn, prefill])
