@@ -397,3 +397,15 @@ def test_what_inference_mode_read_can_be_gone_on_with_outside_of_it(model):
         expected = torch.stack(list(stream(llama, other, more.unbind(), rebase_at=16)))
         for each in (cache, fork):
             assert torch.equal(torch.stack(list(stream(llama, each, more.unbind(), rebase_at=16))), expected)
+
+
+def test_what_a_pass_that_came_to_nothing_would_have_hidden_is_forgotten(model):
+    llama, (tokens, mask) = model("llama"), batch((0, 5), 30)
+    cache, other = (SinkCache(llama, StreamingLLM(SINKS), BUDGET) for _ in range(2))
+    for each in (cache, other):
+        prefill(llama, each, tokens, attention_mask=mask)
+    hole = torch.cat([mask, torch.tensor([[0, 1, 1], [1, 1, 1]])], dim=1)
+    with pytest.raises(IndexError), torch.no_grad():
+        llama(torch.full((2, 3), 10_000), attention_mask=hole, **{cache_argument(llama): cache})
+    one, two = (next(stream(llama, each, [torch.tensor([1, 2])])) for each in (cache, other))
+    assert torch.equal(one, two)

@@ -946,7 +946,7 @@ FAULTS = [
         "sinkcache/passes.py",
         "real = torch.ones(len(lanes.of), q_len, dtype=torch.bool) if real is None else real",
         "real = torch.ones(len(lanes.of), q_len, dtype=torch.bool) if lanes.real is None else lanes.real",
-        ("state_machine::test_whatever_is_done_it_is_the_cache_of_lists",),
+        ("padding::test_what_a_pass_that_came_to_nothing_would_have_hidden_is_forgotten",),
     ),
     Fault(
         "a batch stays expanded by a pass that is refused",
