@@ -147,3 +147,9 @@ def test_the_page_says_what_is_refused_at_construction(label):
         else:
             assert f"{sum(isinstance(each, SinkLayer) for each in layers)} bounded" in row
     assert ("| none |" in row) == (refused == len(zoo.CONVENTIONS))
+
+
+def test_the_page_says_what_is_refused_in_use():
+    text = _page()
+    for what, why in zoo.misused().items():
+        assert f"* {what}: `{why}`" in text

@@ -33,7 +33,7 @@ from conftest import VOCABULARY, exact_rotary
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, LogitsProcessor
 
-from sinkcache import SinkCache, prefill
+from sinkcache import SinkCache, prefill, turn
 from sinkcache.guard import arguments, cache_argument
 from sinkcache.layer import SinkLayer
 from sinkcache.policies import StreamingLLM, Window
@@ -767,7 +767,49 @@ def page(rows: dict[str, str], cells: list[Cell], left_out: dict[str, str]) -> s
             lines += [f"## {title}", "", *(_line(note, number, cells) for note, number in mine.items()), ""]
     if left_out:
         lines += ["## Left out", "", *(f"* {label}: {why}" for label, why in left_out.items()), ""]
+    lines += [
+        "## Refused in use, whatever the model",
+        "",
+        *(f"* {what}: `{why}`" for what, why in misused().items()),
+        "",
+    ]
     return "\n".join([*lines, "## Counts", "", _counts(cells), ""])
+
+
+def misused() -> dict[str, str]:
+    """What a user must not ask of a cache, and the message that says so, as the code raises it."""
+    llama, gemma = (cast(Any, build(label)) for label in ("Llama", "Gemma 3"))
+    ids, mask = torch.ones(2, 12, dtype=torch.int64), torch.ones(2, 12, dtype=torch.int64)
+    left, right, hole = mask.clone(), mask.clone(), mask.clone()
+    left[1, :3], right[1, 9:], hole[1, 5:8] = 0, 0, 0
+
+    def cache(model: Any = llama, budget: Any = 4) -> SinkCache:
+        read = SinkCache(model, Window(), budget)
+        prefill(model, read, ids)
+        return read
+
+    asked: dict[str, Callable[[], Any]] = {
+        "a batch padded on the right": lambda: prefill(llama, SinkCache(llama, Window(), 4), ids, 8, right),
+        "pads behind a row's first token, beside sliding windows": lambda: prefill(
+            gemma, SinkCache(gemma, Window(), 4), ids, 8, hole
+        ),
+        "padding, with budgets that differ between layers": lambda: prefill(
+            llama, SinkCache(llama, Window(), [4, 5]), ids, 8, left
+        ),
+        "another past in the mask": lambda: prefill(llama, cache(), ids, 8, torch.cat([left, mask], dim=1)),
+        "another batch": lambda: prefill(llama, cache(), ids[:1]),
+        "tokens taken back after an eviction": lambda: cache().crop(-2),
+        "a next turn for more rows than are held": lambda: turn(llama, cache(), ids[:1].expand(3, -1)),
+        "budgets that differ, without the model": lambda: SinkCache(llama.config, Window(), [4, 5], "original"),
+    }
+    told = {}
+    for what, ask in asked.items():
+        try:
+            ask()
+        except REFUSALS as error:
+            told[what] = str(error)
+    assert told.keys() == asked.keys()
+    return told
 
 
 _SECTIONS = {"Wrong": ("WRONG", "crash"), "Refused": ("refused",), "Wrong in transformers": ("transformers",)}
