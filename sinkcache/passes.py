@@ -41,34 +41,8 @@ class Announced(Held, Guarded):
         Raises ValueError for another model, and masks and positions it cannot serve; RuntimeError if torn.
         """
         batch, q_len = tokens.shape[:2]
-        if apart := self._apart():
-            raise RuntimeError(
-                f"layers {apart} have not seen {self.lanes.seen} tokens as the others have: a forward pass was "
-                "interrupted. Call cache.reset() and read the prompt again"
-            )
-        if self._before not in (None, self.lanes.seen):
-            raise RuntimeError(
-                "the last forward pass stored its tokens and then failed: it was interrupted. Call cache.reset() and "
-                "read the prompt again"
-            )
-        if q_len < 1:
-            raise ValueError(
-                f"no new tokens: the cache has seen {self.lanes.seen} and was given no more. Pass the whole "
-                "conversation, or the new tokens with an attention_mask as wide as both (sinkcache.turn makes them); "
-                "for another text call cache.reset() first"
-            )
-        if self.watched and id(model) != self._checked and not self._made_for(model):
-            raise ValueError(
-                f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
-                "for each model"
-            )
-        self._checked = id(model)
         attention = str(cast(Any, model).config._attn_implementation)
-        if len(self.ledgers) > 1 and attention in ("sdpa", "eager"):
-            raise ValueError(
-                f"budgets that differ between layers need a mask for each, and the model's attention was set back to "
-                f"{attention}: make the cache anew, or leave the model's attention as the cache has set it"
-            )
+        self._check_pass(model, q_len, attention)
         if attention_mask is None and self.lanes.seen == 0:
             check_told(model, tokens)
         rows = self._batch_for(batch)
@@ -134,6 +108,36 @@ class Announced(Held, Guarded):
     def kept_before(self, q_len: int) -> int:
         """How many slots the queries of a step of `q_len` tokens are shown, in the layer that has the most."""
         return max(ledger.kept_before(q_len) for ledger in self.ledgers)
+
+    def _check_pass(self, model: nn.Module, q_len: int, attention: str) -> None:
+        """Raises RuntimeError after a pass that was interrupted, ValueError for no tokens, or for another model."""
+        if apart := self._apart():
+            raise RuntimeError(
+                f"layers {apart} have not seen {self.lanes.seen} tokens as the others have: a forward pass was "
+                "interrupted. Call cache.reset() and read the prompt again"
+            )
+        if self._before not in (None, self.lanes.seen):
+            raise RuntimeError(
+                "the last forward pass stored its tokens and then failed: it was interrupted. Call cache.reset() and "
+                "read the prompt again"
+            )
+        if q_len < 1:
+            raise ValueError(
+                f"no new tokens: the cache has seen {self.lanes.seen} and was given no more. Pass the whole "
+                "conversation, or the new tokens with an attention_mask as wide as both (sinkcache.turn makes them); "
+                "for another text call cache.reset() first"
+            )
+        if self.watched and id(model) != self._checked and not self._made_for(model):
+            raise ValueError(
+                f"this cache was made for a model that rotates otherwise than this {type(model).__name__}: make one "
+                "for each model"
+            )
+        self._checked = id(model)
+        if len(self.ledgers) > 1 and attention in ("sdpa", "eager"):
+            raise ValueError(
+                f"budgets that differ between layers need a mask for each, and the model's attention was set back to "
+                f"{attention}: make the cache anew, or leave the model's attention as the cache has set it"
+            )
 
     def _read_mask(self, tokens: Tensor, mask: Any, rows: int, attention: str) -> dict[str, Any]:
         (batch, q_len), lanes = tokens.shape[:2], self.lanes

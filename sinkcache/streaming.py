@@ -40,32 +40,13 @@ def prefill(
     seen and the new ones; rows are padded on the left, or with holes. Raises ValueError if the prompt or a row of it is
     empty, or `chunk` is below 1.
     """
-    if not isinstance(input_ids, Tensor):
-        raise TypeError(
-            f"input_ids must be a tensor [batch, tokens], got {type(input_ids).__name__}: pass its input_ids"
-        )
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
-        raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
+    _check_prompt(cache, input_ids, attention_mask)
     _check_chunk(chunk)
     guard(model)
-    if not isinstance(cache, SinkCache):
-        raise TypeError(
-            f"prefill reads into a SinkCache, got {type(cache).__name__}: give the prompt to model.generate"
-        )
     if cache.seen == 0:
         cache.reset()  # of what a pass that failed may have settled
     if attention_mask is not None:
-        if attention_mask.ndim != 2:
-            raise ValueError(f"attention_mask must be [batch, tokens], got shape {tuple(attention_mask.shape)}")
-        if bool((empty := ~attention_mask[:, cache.seen :].any(dim=1)).any()):
-            raise ValueError(f"attention_mask hides all of row {int(empty.int().argmax())}: leave that row out")
-        cache.chunk = chunk
-        try:
-            cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
-        finally:
-            cache.chunk = None
-        cache._before = None  # no pass is under way yet, should the next lines refuse
-        check_chunks(cache.layers, cache.lanes.real, chunk)
+        _announce(model, cache, input_ids, chunk, attention_mask)
     else:
         cache.lanes.real = None  # as a pass that failed may have left it
     cache.resolve(input_ids.shape[1])
@@ -168,6 +149,35 @@ def step(
 def last_logits_alone(model: nn.Module) -> dict[str, int]:
     """The argument that has `model` compute no logits but the last token's; empty where it takes none."""
     return {"logits_to_keep": 1} if "logits_to_keep" in arguments(model) else {}
+
+
+def _check_prompt(cache: Any, input_ids: Any, attention_mask: Tensor | None) -> None:
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(
+            f"input_ids must be a tensor [batch, tokens], got {type(input_ids).__name__}: pass its input_ids"
+        )
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"input_ids must be [batch, tokens], one token at least, got shape {tuple(input_ids.shape)}")
+    if not isinstance(cache, SinkCache):
+        raise TypeError(
+            f"prefill reads into a SinkCache, got {type(cache).__name__}: give the prompt to model.generate"
+        )
+    if attention_mask is not None:
+        if attention_mask.ndim != 2:
+            raise ValueError(f"attention_mask must be [batch, tokens], got shape {tuple(attention_mask.shape)}")
+        if bool((empty := ~attention_mask[:, cache.seen :].any(dim=1)).any()):
+            raise ValueError(f"attention_mask hides all of row {int(empty.int().argmax())}: leave that row out")
+
+
+def _announce(model: nn.Module, cache: SinkCache, input_ids: Tensor, chunk: int, attention_mask: Tensor) -> None:
+    """Has the cache refuse the whole of a prompt before the first chunk of it is read."""
+    cache.chunk = chunk
+    try:
+        cache.begin_step(model, input_ids, attention_mask, None)  # refuse before the first chunk is read
+    finally:
+        cache.chunk = None
+    cache._before = None  # no pass is under way yet, should the next lines refuse
+    check_chunks(cache.layers, cache.lanes.real, chunk)
 
 
 def _check_chunk(chunk: int) -> None:
