@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 from conftest import VOCABULARY, build
+from test_user_cases import generate, read
 from tokenizers import models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import (
@@ -23,7 +24,6 @@ from transformers import (
 
 from experiments.subject import subject
 from sinkcache import SinkCache, prefill, stream
-from sinkcache.guard import cache_argument
 from sinkcache.metrics import score
 from sinkcache.models import EMBEDDED, load
 from sinkcache.policies import StreamingLLM
@@ -39,19 +39,6 @@ needs_embedded = pytest.mark.skipif(
 
 def tokens(length: int, batch: int = 1, seed: int = 21) -> Tensor:
     return torch.randint(1, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def read(model: Any, cache: Any, ids: Tensor, chunks: list[int]) -> Tensor:
-    """Logits `[batch, tokens, vocab]` of plain passes over `ids` in `chunks`."""
-    assert sum(chunks) == ids.shape[1]
-    named = {cache_argument(model): cache}
-    with torch.no_grad():
-        return torch.cat([model(input_ids=each, use_cache=True, **named).logits for each in ids.split(chunks, 1)], 1)
-
-
-def generate(model: Any, cache: Any, ids: Tensor, count: int, **options: Any) -> Any:
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, **options}
-    return model.generate(ids, max_new_tokens=count, **{cache_argument(model): cache}, **options)
 
 
 def reference(
