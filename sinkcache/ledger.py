@@ -156,7 +156,7 @@ class Ledger:
 
     def _advance(self, q_len: int) -> Step:
         if self.lanes.real is None and len(self.books) == 1:
-            return self.books[0].step(self.books[0].seen, q_len)
+            return self.books[0].step(q_len)
         if self._torn:
             raise RuntimeError(
                 "a step failed or was interrupted half-way: call cache.reset() and read the prompt again"
@@ -172,7 +172,7 @@ class Ledger:
             rows, columns = self.lanes.rows(lane), self.lanes.columns(lane, q_len)
             if len(columns) == 0:
                 continue
-            step = book.step(book.seen, len(columns))
+            step = book.step(len(columns))
             targets.append(_spread(rows, step.targets))
             assert not isinstance(step.sources, At)
             sources.append(_spread(rows, columns[step.sources]))

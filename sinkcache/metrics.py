@@ -153,7 +153,7 @@ def _rehearse(slots: Slots, tokens: int, chunk: int) -> None:
     book = slots.rehearsal()
     while (left := tokens - book.seen) > 0:
         book.visible(min(chunk, left))  # raises where no mask will do
-        book.step(book.seen, min(chunk, left))
+        book.step(min(chunk, left))
 
 
 def _token_mask(model: nn.Module, cache: SinkCache, q_len: int) -> Float[Tensor, "1 1 q_len kv_len"] | None:

@@ -13,7 +13,7 @@ from sinkcache.container import DTYPES
 _TRANSIENT = {  # of these classes, what a cache that is built anew has already, or what lasts for one pass only
     "Lanes": {"real"},
     "Ledger": {"lanes", "books", "last"},
-    "Slots": {"policy", "last"},
+    "Slots": {"policy"},
     "SinkLayer": {"ledger", "rotation", "store", "device"},
     "Store": {"_turning"},
 }

@@ -38,7 +38,6 @@ class Slots:
     def reset(self) -> None:
         """Back to an empty stream."""
         self.seen = self.held = self.shift = 0
-        self.last: Step | None = None
         self.capacity: int | None = None
         self._restless = False  # some key may have to be turned before the next read
         self._torn = False  # a step was booked in part
@@ -69,79 +68,13 @@ class Slots:
         assert self.held == self.seen
         self.held -= tokens
         self.seen -= tokens
-        self.last = None
 
     def turned(self) -> Index:
         """The slots whose keys the buffers hold turned."""
         return _run(self._applied[: self.held].nonzero()[:, 0] if self.held else torch.zeros(0, dtype=torch.int64))
 
-    def step(self, start: int, q_len: int) -> Step:
-        """The step of `q_len` tokens for a layer that has seen `start`; the first layer to ask makes the decision."""
-        if start == self.seen:
-            self.last = self._advance(q_len)
-        elif self.last is None or (self.last.start, self.last.q_len) != (start, q_len):
-            raise RuntimeError(
-                f"layers disagree on the tokens seen ({start} and {self.seen}): a forward pass was interrupted or "
-                "skipped a layer. Call cache.reset() and read the prompt again"
-            )
-        return self.last  # type: ignore[return-value]
-
-    def rebase(self, shift: int) -> Index:
-        """Moves the frame: from now on the model's position is the stream's minus `shift`.
-
-        Returns the slots whose keys the owner must turn for good, by the old shift minus the new: the newest `capacity`
-        tokens, which will not live to be turned many times. Older ones are turned on read, from how they arrived.
-        """
-        move, self.shift = self.shift - shift, shift
-        if self.held == 0 or move == 0:
-            return slice(0, 0)
-        used = slice(0, self.held)
-        young = self.positions[used] >= self.seen - len(self.positions)
-        chosen = (young & (self._moves[used] == 0)).nonzero()[:, 0]  # none of these was ever turned on read
-        self._frame[chosen] = shift
-        self._restless = True
-        return _run(chosen)
-
-    def visible(self, q_len: int) -> Bool[Tensor, "q_len kv_len"]:
-        """Which of the held and new tokens each query of a step would see if the step were read token by token.
-
-        Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token
-        by token would move keys or keep other tokens than the step does, so that no mask can make up for it.
-        """
-        single, whole = self.rehearsal(), self.rehearsal()
-        dropped = whole.step(self.seen, q_len).dropped
-        held = [slot for slot in range(self.held) if slot != dropped]
-        columns = torch.cat([self.positions[held], torch.arange(self.seen, self.seen + q_len)])
-        rows = []
-        for _ in range(q_len):
-            single.step(single.seen, 1)
-            rows.append(torch.isin(columns, single.positions[: single.held]))
-        if bool(single._moves[: single.held].any()) or not torch.equal(single.kept(), whole.kept()):
-            raise ValueError(
-                f"{self.policy!r} in chunks of {q_len} cannot be read as if token by token: keys would move, or others "
-                'be kept. Use chunk=1, or positions="original" with a policy of positions alone'
-            )
-        return torch.stack(rows)
-
-    def rehearsal(self) -> "Slots":
-        """A copy to try steps on, which no layer follows."""
-        book = copy.copy(self)
-        book.last = None
-        if self.capacity is not None:
-            with torch.inference_mode(False):  # or they could not be written outside of it
-                book.positions, book._moves = self.positions.clone(), self._moves.clone()
-                book._applied, book._frame = self._applied.clone(), self._frame.clone()
-        return book
-
-    def _allocate(self, capacity: int) -> None:
-        self.capacity = capacity
-        with torch.inference_mode(False):  # or they could not be written outside of it
-            self.positions = torch.zeros(capacity, dtype=torch.int64)
-            self._moves = torch.zeros_like(self.positions)  # evicted tokens younger than the slot's: its move
-            self._applied = torch.zeros_like(self.positions)  # by how much the buffer's key is turned now
-            self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
-
-    def _advance(self, q_len: int) -> Step:
+    def step(self, q_len: int) -> Step:
+        """Books `q_len` tokens as read and says what a layer does with them; raises RuntimeError if torn."""
         if self._torn:
             raise RuntimeError(
                 "a step failed or was interrupted half-way: call cache.reset() and read the prompt again"
@@ -175,6 +108,60 @@ class Slots:
         self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
         self._torn = False
         return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place, order)
+
+    def rebase(self, shift: int) -> Index:
+        """Moves the frame: from now on the model's position is the stream's minus `shift`.
+
+        Returns the slots whose keys the owner must turn for good, by the old shift minus the new: the newest `capacity`
+        tokens, which will not live to be turned many times. Older ones are turned on read, from how they arrived.
+        """
+        move, self.shift = self.shift - shift, shift
+        if self.held == 0 or move == 0:
+            return slice(0, 0)
+        used = slice(0, self.held)
+        young = self.positions[used] >= self.seen - len(self.positions)
+        chosen = (young & (self._moves[used] == 0)).nonzero()[:, 0]  # none of these was ever turned on read
+        self._frame[chosen] = shift
+        self._restless = True
+        return _run(chosen)
+
+    def visible(self, q_len: int) -> Bool[Tensor, "q_len kv_len"]:
+        """Which of the held and new tokens each query of a step would see if the step were read token by token.
+
+        Columns are in the order in which a step of `q_len` tokens attends to them. Raises ValueError if reading token
+        by token would move keys or keep other tokens than the step does, so that no mask can make up for it.
+        """
+        single, whole = self.rehearsal(), self.rehearsal()
+        dropped = whole.step(q_len).dropped
+        held = [slot for slot in range(self.held) if slot != dropped]
+        columns = torch.cat([self.positions[held], torch.arange(self.seen, self.seen + q_len)])
+        rows = []
+        for _ in range(q_len):
+            single.step(1)
+            rows.append(torch.isin(columns, single.positions[: single.held]))
+        if bool(single._moves[: single.held].any()) or not torch.equal(single.kept(), whole.kept()):
+            raise ValueError(
+                f"{self.policy!r} in chunks of {q_len} cannot be read as if token by token: keys would move, or others "
+                'be kept. Use chunk=1, or positions="original" with a policy of positions alone'
+            )
+        return torch.stack(rows)
+
+    def rehearsal(self) -> "Slots":
+        """A copy that goes its own way, to try steps on or for a lane that splits off."""
+        book = copy.copy(self)
+        if self.capacity is not None:
+            with torch.inference_mode(False):  # or they could not be written outside of it
+                book.positions, book._moves = self.positions.clone(), self._moves.clone()
+                book._applied, book._frame = self._applied.clone(), self._frame.clone()
+        return book
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity = capacity
+        with torch.inference_mode(False):  # or they could not be written outside of it
+            self.positions = torch.zeros(capacity, dtype=torch.int64)
+            self._moves = torch.zeros_like(self.positions)  # evicted tokens younger than the slot's: its move
+            self._applied = torch.zeros_like(self.positions)  # by how much the buffer's key is turned now
+            self._frame = torch.zeros_like(self.positions)  # the shift under which the key arrived
 
     def _order(self, dropped: int | None) -> Int[Tensor, " held"]:
         order = self.positions[: self.held].argsort()

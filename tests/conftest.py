@@ -101,6 +101,33 @@ def _exact(module: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return forward
 
 
+def recurrent() -> Any:
+    """A Qwen3-Next, in float32: layers of full attention between layers of linear attention."""
+    if not hasattr(tf.DynamicCache, "has_previous_state"):
+        pytest.skip(f"the DynamicCache of transformers {tf.__version__} cannot serve Qwen3-Next")
+    config = tf.Qwen3NextConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.3,
+    )
+    torch.manual_seed(0)
+    return tf.Qwen3NextForCausalLM(config).eval()
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(1234)

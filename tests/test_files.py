@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import torch
 import transformers as tf
-from conftest import VOCABULARY, build
+from conftest import VOCABULARY, build, recurrent
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -49,32 +49,6 @@ class Either(Policy):
 
 def ids(rows: int, tokens: int, seed: int = 3) -> Tensor:
     return torch.randint(1, VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
-
-
-def hybrid() -> nn.Module:
-    if not hasattr(tf.DynamicCache, "has_previous_state"):
-        pytest.skip(f"the DynamicCache of transformers {tf.__version__} cannot serve Qwen3-Next")
-    config = tf.Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=3,
-        layer_types=["linear_attention", "full_attention", "linear_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        initializer_range=0.3,
-    )
-    torch.manual_seed(0)
-    return tf.Qwen3NextForCausalLM(config).eval()
 
 
 def read(model: Any, cache: SinkCache, tokens: Tensor, chunks: list[int], **extra: Any) -> Tensor:
@@ -267,7 +241,7 @@ def test_bounded_sliding_layers_go_on_bit_by_bit(model, tmp_path):
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 30])
 def test_linear_attention_goes_on_bit_by_bit(tmp_path, tokens):
-    tiny = hybrid()
+    tiny = recurrent()
     cache = SinkCache(tiny, SINK, BUDGET)
     if tokens:
         read(tiny, cache, ids(2, tokens), [tokens])
@@ -275,7 +249,7 @@ def test_linear_attention_goes_on_bit_by_bit(tmp_path, tokens):
 
 
 def test_a_state_in_another_memory_layout_keeps_it(tmp_path):
-    tiny = hybrid()
+    tiny = recurrent()
     cache = SinkCache(tiny, SINK, BUDGET)
     read(tiny, cache, ids(2, 12), [12])
     states: Any = cache.layers[0]

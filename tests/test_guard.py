@@ -11,7 +11,7 @@ import jaxtyping
 import pytest
 import torch
 import transformers as tf
-from conftest import VOCABULARY, build
+from conftest import VOCABULARY, build, recurrent
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
@@ -560,32 +560,6 @@ def test_a_growing_layer_of_another_kind_is_refused(model, monkeypatch):
     monkeypatch.setattr("sinkcache.cache.DynamicCache", other)
     with pytest.raises(ValueError, match="layers of a kind SinkCache does not know and so cannot bound: Indexed"):
         SinkCache(model("llama"), budget=8)
-
-
-def recurrent() -> Any:
-    """A linear-attention layer below one of full attention."""
-    if not hasattr(tf.DynamicCache, "has_previous_state"):
-        pytest.skip(f"the DynamicCache of transformers {tf.__version__} cannot serve Qwen3-Next")
-    config = tf.Qwen3NextConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        layer_types=["linear_attention", "full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=2,
-        num_experts_per_tok=1,
-        moe_intermediate_size=16,
-        shared_expert_intermediate_size=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        initializer_range=0.3,
-    )
-    return tf.Qwen3NextForCausalLM(config).eval()
 
 
 def test_layers_without_keys_do_not_keep_a_stream_from_being_rebased():

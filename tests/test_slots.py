@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
 
+from sinkcache.lanes import Lanes
+from sinkcache.ledger import Ledger
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.policy import Entries, Policy
 from sinkcache.positions import Rotation
@@ -162,7 +164,7 @@ def test_attends_to_what_the_rule_tells_at_the_rotation_it_tells(
         before = slots.kept_before()
         expected = told.attended(q_len)
         assert before == len(expected) - q_len
-        assert machine.run(slots.step(slots.seen, q_len), told.shift) == expected
+        assert machine.run(slots.step(q_len), told.shift) == expected
         told.trim(capacity)
         assert slots.kept().tolist() == sorted(told.held)
         assert (slots.seen, slots.held) == (told.seen, len(told.held))
@@ -174,7 +176,7 @@ def test_a_token_in_the_slot_of_one_that_had_moved_has_not_moved() -> None:
     slots, told, machine = Slots(Scattered(), 4, True, None), Told(Scattered(), 4, True), Machine(4)
     for _ in range(26):  # twice the pattern of worths
         expected = told.attended(1)
-        assert machine.run(slots.step(slots.seen, 1), 0) == expected
+        assert machine.run(slots.step(1), 0) == expected
         told.trim(4)
 
 
@@ -184,7 +186,7 @@ def test_knows_which_slots_are_turned(data: st.DataObject, policy: Policy, steps
     capacity = data.draw(_capacities(policy))
     slots, machine = Slots(policy, capacity, True, None), Machine(capacity)
     for q_len in steps:
-        machine.run(slots.step(slots.seen, q_len), 0)
+        machine.run(slots.step(q_len), 0)
         turned = [slot for slot, (position, rotation) in sorted(machine.slots.items()) if position != rotation]
         assert _list(slots.turned()) == turned
 
@@ -198,7 +200,7 @@ def test_turns_only_keys_whose_place_changed(
     slots, machine = Slots(policy, capacity, in_cache, None), Machine(capacity)
     for q_len in steps:
         before = dict(machine.slots)
-        step = slots.step(slots.seen, q_len)
+        step = slots.step(q_len)
         machine.run(step, 0)
         for slot in [] if step.turns is None else _list(step.turns.slots):
             if slot not in _list(step.targets):
@@ -209,7 +211,7 @@ def test_turns_only_keys_whose_place_changed(
 @given(st.data(), policies, lengths)
 def test_never_turns_a_key_in_original_positions(data: st.DataObject, policy: Policy, steps: list[int]) -> None:
     slots = Slots(policy, data.draw(_capacities(policy)), False, None)
-    assert [slots.step(slots.seen, q_len).turns for q_len in steps] == [None] * len(steps)
+    assert [slots.step(q_len).turns for q_len in steps] == [None] * len(steps)
 
 
 @settings(deadline=None)
@@ -217,33 +219,33 @@ def test_never_turns_a_key_in_original_positions(data: st.DataObject, policy: Po
 def test_streaming_turns_its_sinks_alone(num_sinks: int, window: int, steps: int) -> None:
     slots = Slots(StreamingLLM(num_sinks), num_sinks + window, True, None)
     for _ in range(steps):
-        turns = slots.step(slots.seen, 1).turns
+        turns = slots.step(1).turns
         assert turns is None or _list(turns.slots) == list(range(num_sinks))
 
 
 def test_rebased_keys_are_turned_for_good_once_when_young() -> None:
     slots = Slots(Window(), 4, True, None)
-    slots.step(0, 4)
+    slots.step(4)
     assert _list(slots.rebase(4)) == [0, 1, 2, 3]
 
 
 def test_rebasing_to_where_it_is_changes_nothing() -> None:
     slots = Slots(Window(), 4, True, None)
-    slots.step(0, 4)
+    slots.step(4)
     slots.rebase(4)
     assert _list(slots.rebase(4)) == []
 
 
 def test_rebasing_turns_no_key_for_good_that_is_to_turn_on_read() -> None:
     slots = Slots(StreamingLLM(2), 6, True, None)
-    slots.step(0, 7)  # evicts 2, so that 0 and 1 move
+    slots.step(7)  # evicts 2, so that 0 and 1 move
     assert sorted(slots.positions[_list(slots.rebase(7))].tolist()) == [3, 4, 5, 6]
 
 
 def test_rebasing_turns_no_old_key_for_good() -> None:
     slots = Slots(StreamingLLM(2), 4, False, None)
     for _ in range(9):
-        slots.step(slots.seen, 1)
+        slots.step(1)
     assert sorted(slots.positions[_list(slots.rebase(9))].tolist()) == [7, 8]
 
 
@@ -253,7 +255,7 @@ def test_single_tokens_go_in_place(data: st.DataObject, policy: Policy, steps: l
     capacity = data.draw(_capacities(policy))
     slots = Slots(policy, capacity, True, None)
     for q_len in steps:
-        step = slots.step(slots.seen, q_len)
+        step = slots.step(q_len)
         fits = step.held - (step.dropped is not None) + q_len <= capacity
         assert step.in_place == fits
         assert fits or q_len > 1
@@ -269,7 +271,7 @@ def _token_by_token(
     capacity = data.draw(_capacities(policy))
     slots, told, machine = Slots(policy, capacity, in_cache, None), Told(policy, capacity, in_cache), Machine(capacity)
     for earlier in steps:
-        machine.run(slots.step(slots.seen, earlier), 0)
+        machine.run(slots.step(earlier), 0)
         told.attended(earlier)
         told.trim(capacity)
     columns = [position for _, (position, _) in sorted(machine.slots.items())]
@@ -309,7 +311,7 @@ def test_visible_is_what_reading_token_by_token_would_see(
 
 def test_asking_what_is_visible_changes_nothing() -> None:
     slots = Slots(Window(), 4, True, None)
-    slots.step(0, 3)
+    slots.step(3)
     slots.visible(5)
     assert (slots.seen, slots.kept().tolist()) == (3, [0, 1, 2])
 
@@ -318,28 +320,28 @@ def test_a_policy_is_told_the_tokens_seen_when_it_is_asked() -> None:
     policy = Nosy()
     slots = Slots(policy, 2, True, None)
     for q_len in (3, 1):
-        slots.step(slots.seen, q_len)
+        slots.step(q_len)
     assert policy.asked == [(3, [0, 1, 2]), (3, [1, 2])]
 
 
-def test_layers_of_one_book_get_the_same_step() -> None:
-    slots = Slots(StreamingLLM(1), 4, True, None)
-    first = slots.step(0, 3)
-    assert slots.step(0, 3) is first
-    assert slots.seen == 3
+def test_layers_of_one_ledger_get_the_same_step() -> None:
+    ledger = Ledger(Slots(StreamingLLM(1), 4, True, None), Lanes())
+    first = ledger.step(0, 3)
+    assert ledger.step(0, 3) is first
+    assert ledger.seen == ledger.books[0].seen == 3
 
 
 @pytest.mark.parametrize(("start", "q_len"), [(0, 2), (1, 3), (7, 3)])
 def test_layers_that_disagree_are_an_error(start: int, q_len: int) -> None:
-    slots = Slots(StreamingLLM(1), 4, True, None)
-    slots.step(0, 3)
+    ledger = Ledger(Slots(StreamingLLM(1), 4, True, None), Lanes())
+    ledger.step(0, 3)
     with pytest.raises(RuntimeError, match="layers disagree"):
-        slots.step(start, q_len)
+        ledger.step(start, q_len)
 
 
 def test_a_step_needs_a_token() -> None:
     with pytest.raises(ValueError, match="at least one token"):
-        Slots(Window(), 4, True, None).step(0, 0)
+        Slots(Window(), 4, True, None).step(0)
 
 
 @pytest.mark.parametrize(("share", "prompt", "expected"), [(0.25, 10, 3), (1.0, 7, 7), (0.5, 8, 4), (0.01, 3, 1)])
@@ -358,7 +360,7 @@ def test_a_settled_share_stays() -> None:
 
 def test_a_first_step_settles_a_share() -> None:
     slots = Slots(Window(), 0.5, True, None)
-    slots.step(0, 6)
+    slots.step(6)
     assert slots.kept().tolist() == [3, 4, 5]
 
 
@@ -369,7 +371,7 @@ def test_a_share_too_small_for_the_policy_is_refused() -> None:
 
 def test_reset_forgets_the_stream_and_the_share() -> None:
     slots = Slots(Window(), 0.5, True, None)
-    slots.step(0, 6)
+    slots.step(6)
     slots.rebase(6)
     slots.reset()
     assert (slots.seen, slots.held, slots.shift, slots.capacity, slots.kept().tolist()) == (0, 0, 0, None, [])
@@ -378,55 +380,55 @@ def test_reset_forgets_the_stream_and_the_share() -> None:
 def test_a_reset_book_reads_as_a_new_one() -> None:
     used, new = Slots(StreamingLLM(1), 3, True, None), Slots(StreamingLLM(1), 3, True, None)
     for _ in range(5):
-        used.step(used.seen, 2)
+        used.step(2)
     used.reset()
     for _ in range(6):
-        assert used.step(used.seen, 1) == new.step(new.seen, 1)
+        assert used.step(1) == new.step(1)
 
 
 def test_positions_at_the_limit_are_refused() -> None:
     slots = Slots(Window(), 4, True, 6)
-    slots.step(0, 5)
+    slots.step(5)
     with pytest.raises(ValueError, match=r"beyond 6.*sinkcache.stream"):
-        slots.step(5, 1)
+        slots.step(1)
 
 
 def test_rebasing_makes_room_below_the_limit() -> None:
     slots = Slots(Window(), 4, True, 6)
-    slots.step(0, 5)
+    slots.step(5)
     slots.rebase(5)
-    assert slots.step(5, 5).length == 4
+    assert slots.step(5).length == 4
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_a_score_that_is_nan_is_refused(q_len: int) -> None:
     slots = Slots(Wrong(float("nan")), 2, True, None)
-    slots.step(0, 2)
+    slots.step(2)
     with pytest.raises(ValueError, match="NaN"):
-        slots.step(2, q_len)
+        slots.step(q_len)
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_scores_of_another_shape_are_refused(q_len: int) -> None:
     slots = Slots(Wrong(), 2, True, None)
-    slots.step(0, 2)
+    slots.step(2)
     with pytest.raises(ValueError, match="one score for each entry"):
-        slots.step(2, q_len)
+        slots.step(q_len)
 
 
 @pytest.mark.parametrize("worth", [torch.inf, -torch.inf])
 def test_of_tokens_all_infinite_the_oldest_goes(worth: float) -> None:
     slots = Slots(Wrong(worth), 2, True, None)
     for q_len in (1, 1, 1, 3, 1):
-        slots.step(slots.seen, q_len)
+        slots.step(q_len)
     assert slots.kept().tolist() == [5, 6]
 
 
 def test_a_phase_is_computed_once_for_all_layers() -> None:
     slots = Slots(StreamingLLM(1), 2, True, None)
     for _ in range(3):
-        slots.step(slots.seen, 1)
-    turns = slots.step(3, 1).turns
+        slots.step(1)
+    turns = slots.step(1).turns
     assert turns is not None
     rotation = Rotation(torch.tensor([1.0, 0.5], dtype=torch.float64), "half")
     assert turns.phase(rotation, torch.zeros(1)) is turns.phase(rotation, torch.zeros(1))
@@ -435,8 +437,8 @@ def test_a_phase_is_computed_once_for_all_layers() -> None:
 def test_rotations_that_differ_have_their_own_phases() -> None:
     slots = Slots(StreamingLLM(1), 2, True, None)
     for _ in range(3):
-        slots.step(slots.seen, 1)
-    turns = slots.step(3, 1).turns
+        slots.step(1)
+    turns = slots.step(1).turns
     assert turns is not None
     slow, fast = (Rotation(torch.tensor([f], dtype=torch.float64), "half") for f in (0.5, 1.0))
     like = torch.zeros(1, dtype=torch.float64)

@@ -357,10 +357,8 @@ FAULTS = [
     Fault(
         "what is visible is asked before each token and not after",
         "sinkcache/slots.py",
-        "            single.step(single.seen, 1)\n"
-        "            rows.append(torch.isin(columns, single.positions[: single.held]))\n",
-        "            rows.append(torch.isin(columns, single.positions[: single.held]))\n"
-        "            single.step(single.seen, 1)\n",
+        "            single.step(1)\n            rows.append(torch.isin(columns, single.positions[: single.held]))\n",
+        "            rows.append(torch.isin(columns, single.positions[: single.held]))\n            single.step(1)\n",
         ("slots::test_visible_is_what_reading_token_by_token_would_see",),
     ),
     Fault(
