@@ -7,10 +7,16 @@ head, which every kernel serves. All other steps, and all other devices, go to t
 
 `fit`: transformers makes one mask for all full-attention layers. Where these hold different numbers of tokens it is
 made for the longest, and each layer takes the columns at its end: its own slots, all visible, and the step's tokens.
+
+`reveal`: a policy may ask what attention a token receives. The layer that has just handed out its keys is then shown
+the attention computed over them, by the model's own function where its queries are enough.
 """
 
 import sys
+import threading
+from functools import partial
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from einops import rearrange
@@ -22,8 +28,14 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from sinkcache.devices import device_of
+from sinkcache.guard import uncompiled
+from sinkcache.observe import Kernel, attention
+from sinkcache.policy import Watch
 
 _PACKED, _EAGER = "sinkcache_packed", "sinkcache_eager"
+_OURS = {"sdpa": _PACKED, "eager": _EAGER, _PACKED: _PACKED, _EAGER: _EAGER}
+_NEXT = threading.local()  # the layer to show the next attention to
+_FITS: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # what a model was found to stand
 
 
 def packed() -> str:
@@ -43,23 +55,55 @@ def fit(model: Any) -> None:
             "budgets that differ between layers need the model, whose attention must cut the mask: got a config"
         )
     current = cast(Any, model).config._attn_implementation
-    if current in (_PACKED, _EAGER) or "flash" in str(current):  # unpadded, flash attention takes no mask
+    if "flash" in str(current) or "fit" in _FITS.get(model, ()):  # unpadded, flash attention takes no mask
         return
-    if current not in ("sdpa", "eager") or not _settable(model):
+    if current not in _OURS or not _settable(model):
         raise ValueError(
             f"budgets that differ between layers need a mask for each, which {current} attention of "
             f"{type(model).__name__} cannot be given: use sdpa or eager attention, or one budget"
         )
-    AttentionInterface.register(_EAGER, attend_eagerly)
-    AttentionMaskInterface.register(_EAGER, eager_mask)
     expected = _read(model)
-    cast(Any, model).set_attn_implementation(packed() if current == "sdpa" else _EAGER)
-    if not _cuts_at_the_end(model, expected, boolean=current == "sdpa"):
-        cast(Any, model).set_attn_implementation(current)
+    _set(model, _OURS[current])
+    if not _alike(model, expected, _longer_mask(model)):
+        _set(model, current)
         raise ValueError(
             f"budgets that differ between layers need a mask for each, and {type(model).__name__} cuts masks in a way "
             "of its own: give one budget"
         )
+    _FITS.setdefault(model, set()).add("fit")
+
+
+def reveal(model: Any) -> None:
+    """Has `model` attend where a layer can be shown it: sdpa becomes `packed`, eager attention stays eager.
+
+    Raises ValueError if its attention is another, cannot be set, or is not what is computed by blocks.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError("a policy that reads attention needs the model, whose attention it is shown: got a config")
+    current, name = cast(Any, model).config._attn_implementation, type(model).__name__
+    if current not in _OURS or not _settable(model):
+        raise ValueError(
+            f"a policy that reads attention cannot be shown {current} attention of {name}: load it with "
+            'attn_implementation="sdpa" or "eager" if it has them, or use a policy of positions or keys'
+        )
+    if getattr(cast(Any, model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+        raise ValueError(f"a policy that reads attention cannot see all of it in {name}, whose layers share keys")
+    if "reveal" not in _FITS.get(model, ()):
+        expected = _read(model)
+        _set(model, _OURS[current])
+        _NEXT.layer = _NEXT.always = _Anyone()
+        try:
+            alike = _alike(model, expected)
+        finally:
+            _NEXT.layer = _NEXT.always = None
+        if not alike:
+            _set(model, current)
+            raise ValueError(
+                f"a policy that reads attention cannot be shown that of {name}, which is not softmax of scaled "
+                f"products ({current} attention): try the other of sdpa and eager, or a policy of positions or keys"
+            )
+        _FITS.setdefault(model, set()).add("reveal")
+    _set(model, _OURS[current])
 
 
 def attend(
@@ -73,10 +117,13 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "batch q_len num_heads value_dim"], None]:
     """Attention of a step's queries, as transformers' sdpa attention computes it."""
-    if kwargs.get("s_aux") is not None:
-        raise ValueError("packed attention has no learned sinks (s_aux), which this model needs: use eager attention")
     num_kv_heads = key.shape[1]
     attention_mask = _cut(attention_mask, key)
+    if (layer := _watching()) is not None:
+        own = partial(sdpa_attention_forward, dropout=dropout, scaling=scaling, **kwargs)
+        return _watched(layer, module, query, key, value, attention_mask, own, scaling, **kwargs)
+    if kwargs.get("s_aux") is not None:
+        raise ValueError("packed attention has no learned sinks (s_aux), which this model needs: use eager attention")
     plain = attention_mask is None and dropout == 0.0 and kwargs.get("position_bias") is None
     plain = plain and kwargs.get("softcap") is None
     if not plain or query.shape[2] != 1 or query.shape[1] == num_kv_heads or query.device.type != "cpu":
@@ -91,7 +138,54 @@ def attend_eagerly(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a step's queries, as the model's own eager attention computes it."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, query, key, value, _cut(attention_mask, key), **kwargs)
+    attention_mask = _cut(attention_mask, key)
+    if (layer := _watching()) is not None:
+        own = partial(eager, **kwargs)
+        return _watched(layer, module, query, key, value, attention_mask, own, **kwargs)
+    return eager(module, query, key, value, attention_mask, **kwargs)
+
+
+def show_to(layer: Any) -> None:
+    """Has the attention that is computed next shown to `layer`, which has just handed out the keys for it."""
+    _NEXT.layer = layer
+
+
+@uncompiled
+def _watching() -> Any:
+    layer, _NEXT.layer = getattr(_NEXT, "layer", None), getattr(_NEXT, "always", None)
+    return layer
+
+
+@uncompiled
+def _watched(
+    layer: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    own: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention that ends the step of `layer`: by blocks where each key's sum is asked for, else the model's `own`."""
+    kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
+    if layer.awaiting not in (None, key.shape[2]):
+        raise RuntimeError(
+            f"{type(module).__name__} attends to {key.shape[2]} keys where its layer handed out {layer.awaiting}: it "
+            "attends in a way of its own, which a policy that reads attention cannot follow. Report the model"
+        )
+    received = None
+    if layer.watch.mass:
+        weights, heads = layer.weights(), layer.heads(key)
+        output, received = attention(query, key, value, mask, kernel, weights, heads, layer.watch.group)
+        output = output.transpose(1, 2).contiguous()
+    else:
+        output = own(module, query, key, value, mask)[0]
+    layer.observe(query, received, kernel)
+    return output, None
 
 
 def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -101,6 +195,29 @@ def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask[..., -key.shape[2] :]
 
 
+class _Anyone:
+    """Stands for the layers of a cache when a model is tried: wants sums, and does nothing with them."""
+
+    watch, awaiting = Watch(mass=True), None
+
+    def weights(self) -> None:
+        return None
+
+    def heads(self, key: Tensor) -> int:
+        return key.shape[1]
+
+    def observe(self, *shown: Any) -> None:
+        return None
+
+
+def _set(model: nn.Module, name: str) -> None:
+    packed()
+    AttentionInterface.register(_EAGER, attend_eagerly)
+    AttentionMaskInterface.register(_EAGER, eager_mask)
+    if cast(Any, model).config._attn_implementation != name:
+        cast(Any, model).set_attn_implementation(name)
+
+
 def _read(model: nn.Module, mask: Tensor | None = None) -> Tensor:
     device = device_of(model)
     with torch.no_grad():
@@ -108,17 +225,22 @@ def _read(model: nn.Module, mask: Tensor | None = None) -> Tensor:
         return model(input_ids=torch.tensor([[1, 2]], device=device), use_cache=False, **given).logits
 
 
-def _cuts_at_the_end(model: nn.Module, expected: Tensor, boolean: bool) -> bool:
-    """Whether two tokens under a mask of four keys, the first two of which nobody has, are read as without it."""
+def _longer_mask(model: nn.Module) -> Tensor:
+    """Of two tokens and four keys, the first two of which nobody has."""
     shown = torch.tensor([[False, False, True, False], [False, False, True, True]])[None, None]
     dtype = cast(Any, model).get_input_embeddings().weight.dtype
-    mask = shown if boolean else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
-    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 0.1  # other kernels
+    boolean = cast(Any, model).config._attn_implementation == _PACKED
+    return shown if boolean else torch.zeros(shown.shape, dtype=dtype).masked_fill(~shown, torch.finfo(dtype).min)
+
+
+def _alike(model: nn.Module, expected: Tensor, mask: Tensor | None = None) -> bool:
+    """Whether two tokens, under `mask`, are read as expected."""
+    exact = expected.dtype in (torch.float32, torch.float64)
     try:
         got = _read(model, mask)
-    except Exception:  # whatever it is that a mask of this width does to it
+    except Exception:  # whatever it is that a mask of another width does to it
         return False
-    return float((got - expected).norm()) <= tolerance * float(expected.norm())
+    return float((got - expected).norm()) <= (1e-4 if exact else 0.1) * float(expected.norm())  # other kernels
 
 
 def _settable(model: nn.Module) -> bool:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from sinkcache.attention import fit
+from sinkcache.attention import fit, reveal
+from sinkcache.book import check_budget
+from sinkcache.bounded import BoundedLayer
 from sinkcache.budgets import asked_budgets
 from sinkcache.files import read, write
 from sinkcache.guard import guard
@@ -24,16 +26,19 @@ from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
 from sinkcache.positions import Rotation
 from sinkcache.probe import Found
+from sinkcache.scored import ScoredLayer
 from sinkcache.slots import Slots
 from sinkcache.support import (
     Positions,
     bounded_layers,
     check_sliding,
+    check_watch,
     decoder_config,
     found_in,
     frequency_limit,
     scales_by_position,
 )
+from sinkcache.tally import Tallies, Tally
 
 
 class SinkCache(Announced):
@@ -54,6 +59,8 @@ class SinkCache(Announced):
     `sliding`: "native", or "bound": layers with a sliding window are bounded too; the budget must fit into the window.
 
     `offload`: "cpu" keeps every layer's storage on the CPU but while that layer computes.
+    `evict_every`: a full layer gives up so many tokens at once, so that scores are asked for once in so many decoding
+    steps; it then holds between `budget - evict_every` and `budget`.
 
     Rows of a batch padded on the left, or with holes, are each as they would be alone: pads are never held. Holes are
     refused beside sliding windows, which count them.
@@ -70,8 +77,9 @@ class SinkCache(Announced):
         positions: Positions | None = None,
         sliding: Literal["native", "bound"] = "native",
         offload: Literal["cpu"] | None = None,
+        evict_every: int = 1,
     ) -> None:
-        chosen = _checked(policy, positions, sliding, offload)
+        chosen = _checked(policy, positions, sliding, offload, evict_every)
         config = decoder_config(model, chosen)
         limit = frequency_limit(config, chosen)
         layers: list[Any] = DynamicCache(config=config).layers
@@ -79,7 +87,7 @@ class SinkCache(Announced):
         asked = asked_budgets(budget, len(bounded))
         for each in asked:
             if isinstance(each, int):
-                policy.check(each)
+                check_budget(policy, each, evict_every)
         self.window = check_sliding(config, [layers[index] for index in bounded], asked)
         self.watched, self.offloaded = isinstance(model, nn.Module), offload == "cpu"
         found = found_in(model) if isinstance(model, nn.Module) else Found([None] * len(layers), ordered=False)
@@ -89,12 +97,17 @@ class SinkCache(Announced):
                 'positions="original" cannot be had: this model goes by the order of its cache (ALiBi), so distance is '
                 'counted inside the cache. Use positions="cache"'
             )
-        self.policy, self.positions, self.sliding = policy, chosen, sliding
+        self.policy, self.positions, self.sliding, self.evict_every = policy, chosen, sliding, evict_every
+        scored = policy.watch().anything or evict_every > 1
+        if scored:
+            check_watch(model, policy.watch(), self.ordered, [self.rotations[index] for index in bounded])
         self.lanes = Lanes()
-        books = {
-            repr(each): Slots(policy, each, chosen == "cache", limit, self.ordered) for each in asked
-        }  # 1 is not 1.0
-        ledgers = {each: Ledger(book, self.lanes) for each, book in books.items()}
+        ledgers: dict[str, Any] = {}  # by what was asked: 1 is not 1.0
+        for each in asked:
+            if scored:
+                ledgers[repr(each)] = Tallies(Tally(policy, each, limit, evict_every), self.lanes)
+            else:
+                ledgers[repr(each)] = Ledger(Slots(policy, each, chosen == "cache", limit, self.ordered), self.lanes)
         self.ledgers = list(ledgers.values())
         self._scales = scales_by_position(config)
         for index, each in zip(bounded, asked, strict=True):
@@ -102,9 +115,16 @@ class SinkCache(Announced):
             if isinstance(rotation, str) and chosen == "cache":
                 raise ValueError(f'positions="cache" cannot be had: {rotation}. Use positions="original"')
             known = rotation if isinstance(rotation, Rotation) else None
-            layers[index] = SinkLayer(ledgers[repr(each)], known, layers[index].is_sliding)
+            account, slides = ledgers[repr(each)], layers[index].is_sliding
+            if scored:
+                layers[index] = ScoredLayer(account, known, slides, policy, index, chosen == "cache")
+                layers[index].offloaded = self.offloaded
+            else:
+                layers[index] = SinkLayer(account, known, slides)
         if len(ledgers) > 1:
             fit(model)
+        if policy.watch().attention:
+            reveal(model)
         super().__init__(layers=layers)
         self.origin = Origin(model)
         if isinstance(model, nn.Module):
@@ -118,6 +138,8 @@ class SinkCache(Announced):
     @property
     def slots(self) -> Slots:
         """The one book that all layers and rows follow; raises ValueError where budgets or rows differ."""
+        if not isinstance(self.ledgers[0], Ledger):
+            raise ValueError("each layer, row and head of this cache keeps tokens of its own: no one book tells of all")
         if len(self.ledgers) > 1 or len(self.lanes) > 1:
             raise ValueError("layers or rows of this cache hold different numbers of tokens: no one book tells of all")
         return self.ledgers[0].books[0]
@@ -129,12 +151,9 @@ class SinkCache(Announced):
         ValueError if that layer keeps its native cache.
         """
         bounded = self.layers[layer]
-        if not isinstance(bounded, SinkLayer):
+        if not isinstance(bounded, BoundedLayer):
             raise ValueError(f"layer {layer} is not bounded: it keeps its native {type(bounded).__name__}")
-        batch, heads = bounded.store.keys.shape[:2] if bounded.store is not None else (1, 1)
-        kept = bounded.ledger.kept()
-        rows = kept.expand(batch, -1) if self.lanes.of is None else kept[self.lanes.of]
-        return rows[:, None].expand(-1, heads, -1).clone()
+        return bounded.kept()
 
     def reset(self) -> None:
         """Frees the storage and forgets the stream; the cache can be used again."""
@@ -161,7 +180,7 @@ class SinkCache(Announced):
         rows: list[tuple[str, ...]] = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
         for index, layer in enumerate(self.layers):
             held = str(storage(tensors_of(layer)))
-            if isinstance(layer, SinkLayer):
+            if isinstance(layer, BoundedLayer):
                 book = max(layer.ledger.books, key=lambda each: each.seen)
                 kept = book.held if layer.store is not None else 0
                 budget = book.capacity if book.capacity is not None else book.asked
@@ -218,7 +237,7 @@ class SinkCache(Announced):
         return cache
 
 
-def _checked(policy: Any, positions: Any, sliding: Any, offload: Any) -> Positions:
+def _checked(policy: Any, positions: Any, sliding: Any, offload: Any, evict_every: Any) -> Positions:
     """The convention to use; raises TypeError or ValueError for what is none of the choices."""
     if not isinstance(policy, Policy):
         given = f"a {type(policy).__name__}" if isinstance(policy, nn.Module) else repr(policy)
@@ -230,4 +249,6 @@ def _checked(policy: Any, positions: Any, sliding: Any, offload: Any) -> Positio
         raise ValueError(f'sliding must be "native" or "bound", got {sliding!r}')
     if offload not in ("cpu", None):
         raise ValueError(f'offload must be "cpu" or None, got {offload!r}')
+    if not isinstance(evict_every, int) or isinstance(evict_every, bool) or evict_every < 1:
+        raise ValueError(f"evict_every must be 1 or more tokens, got {evict_every!r}")
     return chosen

@@ -16,11 +16,12 @@ from transformers import PreTrainedConfig
 
 import sinkcache
 from sinkcache import container
+from sinkcache.bounded import BoundedLayer
 from sinkcache.devices import layer_devices
-from sinkcache.layer import SinkLayer
 from sinkcache.origin import check_model, fingerprint, pack_policy, policy_of
 from sinkcache.packing import lasting, pack_fields, unpack
 from sinkcache.policy import Policy
+from sinkcache.queries import Moments, Recent
 from sinkcache.store import Store
 
 
@@ -37,7 +38,7 @@ def write(cache: Any, path: str | os.PathLike[str]) -> None:
         "ledgers": [_pack_ledger(each, f"ledgers.{index}", tensors) for index, each in enumerate(cache.ledgers)],
         "layers": [_pack_layer(each, f"layers.{index}", tensors) for index, each in enumerate(cache.layers)],
     }
-    asked = [layer.ledger.books[0].asked for layer in cache.layers if isinstance(layer, SinkLayer)]
+    asked = [layer.ledger.books[0].asked for layer in cache.layers if isinstance(layer, BoundedLayer)]
     header = {
         "sinkcache": sinkcache.__version__,
         "transformers": transformers.__version__,
@@ -46,6 +47,7 @@ def write(cache: Any, path: str | os.PathLike[str]) -> None:
         "budgets": _dump(asked),
         "positions": cache.positions,
         "sliding": cache.sliding,
+        "evict_every": str(cache.evict_every),
         "state": _dump(state),
     }
     container.write(path, header, tensors)
@@ -79,10 +81,12 @@ class Saved:
             if type(layer).__name__ != saved["type"]:
                 raise self._otherwise(f"a {saved['type']} and not a {type(layer).__name__}")
             self._fill(layer, saved["fields"], device)
-            if saved["store"] is not None:
-                none = torch.zeros(1, 1, 0, 1)
-                layer.store, layer.device = Store(0, none, none), device
-                self._fill(layer.store, saved["store"], device)
+            none = torch.zeros(1, 1, 0, 1)
+            empty = {"store": Store(0, none, none), "recent": Recent(0, none), "moments": Moments(none)}
+            for name, part in saved["parts"].items():
+                setattr(layer, name, empty[name])
+                self._fill(empty[name], part, device)
+                layer.device = device
 
     def _fill(self, target: Any, saved: dict[str, Any], device: torch.device) -> None:
         if missing := lasting(target).keys() - saved.keys():
@@ -119,6 +123,7 @@ def read(
         )
     arguments = {"policy": chosen, "budget": json.loads(header["budgets"])}
     arguments |= {each: header[each] for each in ("positions", "sliding")}
+    arguments["evict_every"] = int(header["evict_every"])
     return Saved(name, header, tensors, arguments)
 
 
@@ -154,11 +159,12 @@ def _pack_ledger(ledger: Any, name: str, tensors: dict[str, Tensor]) -> dict[str
 
 
 def _pack_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    store = None
-    if isinstance(layer, SinkLayer) and layer.store is not None:
-        held = max(book.held for book in layer.ledger.books)
-        store = pack_fields(layer.store, f"{name}.store", tensors, slots=(2, held))
-    return {"type": type(layer).__name__, "fields": pack_fields(layer, name, tensors), "store": store}
+    parts = {}
+    for part in ("store", "recent", "moments"):
+        if (value := getattr(layer, part, None)) is not None:
+            held = (2, max(book.held for book in layer.ledger.books)) if part == "store" else None
+            parts[part] = pack_fields(value, f"{name}.{part}", tensors, held)
+    return {"type": type(layer).__name__, "fields": pack_fields(layer, name, tensors), "parts": parts}
 
 
 def _dump(value: Any) -> str:

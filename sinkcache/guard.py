@@ -79,6 +79,10 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             "use_cache is off, so that generate would read everything anew in each step: pass use_cache=True (some "
             "models' configs turn it off)"
         )
+    if given.get("output_attentions") and getattr(cache, "watches_attention", False):
+        raise ValueError(
+            "output_attentions cannot be had beside a policy that reads attention: leave it out, or use another policy"
+        )
     changes = cache.begin_step(model, tokens, given.get("attention_mask"), given.get("position_ids"))
     return ((), {**given, **changes}) if changes else None
 

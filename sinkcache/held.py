@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from sinkcache.bounded import BoundedLayer
 from sinkcache.lanes import Lanes
-from sinkcache.layer import SinkLayer
-from sinkcache.ledger import Ledger
 from sinkcache.positions import Rotation
+from sinkcache.scored import ScoredLayer
 from sinkcache.store import At
 
 
@@ -20,7 +20,7 @@ class Held(Cache):
     """A cache of bounded and native layers, whose rows fall into lanes and whose bounded layers follow ledgers."""
 
     lanes: Lanes
-    ledgers: list[Ledger]
+    ledgers: list[Any]
     rotations: list[Rotation | str | None]
     watched: bool  # made for a model, which announces its passes
     _before: int | None = None  # columns seen when the pass under way began
@@ -34,7 +34,7 @@ class Held(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch that is held; 0 before the first token."""
-        stores = (layer.store for layer in self.layers if isinstance(layer, SinkLayer))
+        stores = (layer.store for layer in self.layers if isinstance(layer, BoundedLayer))
         return next((store.keys.shape[0] for store in stores if store is not None), 0)
 
     def reorder_cache(self, beam_idx: Int[Tensor, " batch"]) -> None:
@@ -69,7 +69,12 @@ class Held(Cache):
                 "cache.fork() from before the tokens you may want to undo"
             )
         for index, layer in enumerate(self.layers):
-            if gone and not isinstance(layer, SinkLayer) and not _can_crop(layer):
+            if gone and isinstance(layer, ScoredLayer) and layer.watch.attention:
+                raise ValueError(
+                    f"a SinkCache whose policy reads attention cannot take back {gone} tokens: what they gave to "
+                    "others is counted. Keep a cache.fork() from before the tokens you may want to undo"
+                )
+            if gone and not isinstance(layer, BoundedLayer) and not _can_crop(layer):
                 raise ValueError(
                     f"layer {index} is a {type(layer).__name__} that no longer holds what {gone} tokens hid"
                 )
@@ -97,7 +102,10 @@ class Held(Cache):
         for layer, rotation in zip(self.layers, self.rotations, strict=True):
             if not isinstance(rotation, Rotation) or getattr(layer, "keys", None) is None:
                 continue
-            ledger = layer.ledger if isinstance(layer, SinkLayer) else self.ledgers[0]
+            if isinstance(layer, ScoredLayer):
+                layer.rebase()
+                continue
+            ledger = layer.ledger if isinstance(layer, BoundedLayer) else self.ledgers[0]
             for rows, slots, move in baked[id(ledger)]:
                 if move != 0:
                     _turn(layer, rotation, rows, slots, move)
@@ -119,13 +127,13 @@ class Held(Cache):
             if lanes is not None:
                 ledger.regroup(lanes)
         for layer in self.layers:
-            layer.rows(rows) if isinstance(layer, SinkLayer) else cast(Any, layer).reorder_cache(rows)
+            layer.rows(rows) if isinstance(layer, BoundedLayer) else cast(Any, layer).reorder_cache(rows)
 
 
 def _turn(layer: Any, rotation: Rotation, rows: Tensor | None, slots: Any, move: int) -> None:
     """Moves keys of `rows` for good: those in `slots` of a bounded layer, all of a native window, which are young."""
     phase = rotation.phase(torch.tensor([move]), layer.keys)
-    if isinstance(layer, SinkLayer):
+    if isinstance(layer, BoundedLayer):
         assert layer.store is not None
         if rows is not None:
             slots = torch.arange(slots.start, slots.stop) if isinstance(slots, slice) else slots

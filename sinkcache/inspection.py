@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
+from sinkcache.bounded import BoundedLayer
 from sinkcache.cache import SinkCache
-from sinkcache.layer import SinkLayer
 from sinkcache.metrics import perplexity
 from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.positions import Rotation
@@ -190,7 +190,7 @@ def _layer(
     else:
         shares = (float(received[0]), int(received.argmax()), float(received.max()))
     rope = _rope(held.rotations[index], head_dim, config)
-    return LayerFacts(index, _kind(layer, window), rope, isinstance(held.layers[index], SinkLayer), size, *shares)
+    return LayerFacts(index, _kind(layer, window), rope, isinstance(held.layers[index], BoundedLayer), size, *shares)
 
 
 def _kind(layer: Any, window: int | None) -> str:

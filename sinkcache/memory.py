@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache
 
-from sinkcache.layer import SinkLayer
+from sinkcache.bounded import BoundedLayer
 
 
 def held_bytes(cache: Cache) -> int:
@@ -20,8 +20,8 @@ def storage(tensors: list[Tensor]) -> int:
 
 def tensors_of(layer: Any) -> list[Tensor]:
     """Every tensor that a cache layer of any kind keeps alive."""
-    if isinstance(layer, SinkLayer):
-        return [] if layer.store is None else layer.store.tensors()
+    if isinstance(layer, BoundedLayer):
+        return layer.tensors()
     held: list[Tensor] = []
     for value in vars(layer).values():
         parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]

@@ -13,8 +13,11 @@ from sinkcache.container import DTYPES
 _TRANSIENT = {  # of these classes, what a cache that is built anew has already, or what lasts for one pass only
     "Lanes": {"real"},
     "Ledger": {"lanes", "books", "last"},
+    "Tallies": {"lanes", "books", "last"},
     "Slots": {"policy"},
+    "Tally": {"policy"},
     "SinkLayer": {"ledger", "rotation", "store", "device"},
+    "ScoredLayer": {"ledger", "rotation", "store", "device", "policy", "watch", "recent", "moments", "_under_way"},
     "Store": {"_turning"},
 }
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from sinkcache.layer import SinkLayer
-from sinkcache.ledger import Ledger
+from sinkcache.bounded import BoundedLayer
 
 
 def check_told(model: nn.Module, tokens: Tensor) -> None:
@@ -27,9 +26,7 @@ def check_told(model: nn.Module, tokens: Tensor) -> None:
         )
 
 
-def check_padding(
-    layers: list[Any], ledgers: list[Ledger], ordered: bool, mask: Any, attention: str, jumps: bool
-) -> bool:
+def check_padding(layers: list[Any], ledgers: list[Any], ordered: bool, mask: Any, attention: str, jumps: bool) -> bool:
     """Whether native layers read the true columns; raises ValueError where a padded batch cannot be served.
 
     `jumps`: the step is wider than the window of a bounded layer, whose mask counts columns.
@@ -46,7 +43,7 @@ def check_padding(
         raise ValueError("padded batches with budgets that differ between layers are not supported: give one budget")
     if real is not None and (lanes.seen > 0 or bool((real[:, 1:] < real[:, :-1]).any())):
         check_chunks(layers, real, 0)
-    natives = any(isinstance(layer, CacheLayerMixin) and not isinstance(layer, SinkLayer) for layer in layers)
+    natives = any(isinstance(layer, CacheLayerMixin) and not isinstance(layer, BoundedLayer) for layer in layers)
     if (natives or jumps) and lanes.holed():
         raise ValueError(
             "pads behind a row's first token cannot be skipped beside sliding windows, which count them: pad in front "

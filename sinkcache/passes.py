@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from sinkcache.attention import show_to
+from sinkcache.bounded import BoundedLayer
 from sinkcache.guard import Guarded, uncompiled
 from sinkcache.held import Held
-from sinkcache.layer import SinkLayer
 from sinkcache.padding import check_padding, check_told
 from sinkcache.positions import same
+from sinkcache.scored import ScoredLayer
 from sinkcache.support import rotations_of
 
-_COUNTING = (SinkLayer, DynamicSlidingWindowLayer)
+_COUNTING = (BoundedLayer, DynamicSlidingWindowLayer)
 
 
 class Announced(Held, Guarded):
@@ -64,6 +66,12 @@ class Announced(Held, Guarded):
     @uncompiled
     def end_step(self) -> None:
         """Raises RuntimeError if some layer did not store its tokens here."""
+        unseen = [layer.index for layer in self.layers if isinstance(layer, ScoredLayer) and layer.awaiting is not None]
+        if unseen:
+            raise RuntimeError(
+                f"the attention of layers {unseen} was not shown to the cache, whose policy reads it: what was read is "
+                "lost. Report the model"
+            )
         apart = self._apart()
         if self.lanes.seen == self._before or apart:
             raise RuntimeError(
@@ -82,11 +90,13 @@ class Announced(Held, Guarded):
             )
         layer: Any = self.layers[layer_idx]
         try:
-            if not self.offloaded:
-                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            layer.prefetch()
+            if self.offloaded:
+                layer.prefetch()
             attended = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-            layer.offload()
+            if isinstance(layer, ScoredLayer) and layer.reads_attention:
+                show_to(layer)  # which ends its step, and moves away, once it was shown
+            elif self.offloaded:
+                layer.offload()
             return attended
         except BaseException:
             self._before = None  # the pass is over
@@ -94,14 +104,14 @@ class Announced(Held, Guarded):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """How many keys the next step's queries see in a layer, and from where its mask is read."""
-        if not isinstance(self._attending(layer_idx), SinkLayer):
+        if not isinstance(self._attending(layer_idx), BoundedLayer):
             return super().get_mask_sizes(query_length, layer_idx)
         kept = self.kept_before(query_length)
         return kept + query_length, self.lanes.seen - kept if self._apart_from is None else self._apart_from
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Where a layer's mask is read for the first of the next step's queries."""
-        if self._apart_from is None or not isinstance(self._attending(layer_idx), SinkLayer):
+        if self._apart_from is None or not isinstance(self._attending(layer_idx), BoundedLayer):
             return self.get_seq_length(layer_idx)
         return self._apart_from + self.kept_before(self._apart_from - self.lanes.seen)
 
@@ -133,6 +143,12 @@ class Announced(Held, Guarded):
                 "for each model"
             )
         self._checked = id(model)
+        watching = any(isinstance(layer, ScoredLayer) and layer.reads_attention for layer in self.layers)
+        if watching and not attention.startswith("sinkcache"):
+            raise ValueError(
+                f"the policy reads attention, and the model's was set back to {attention}: make the cache anew, or "
+                "leave the model's attention as the cache has set it"
+            )
         if len(self.ledgers) > 1 and attention in ("sdpa", "eager"):
             raise ValueError(
                 f"budgets that differ between layers need a mask for each, and the model's attention was set back to "
@@ -223,7 +239,7 @@ class Announced(Held, Guarded):
                 f"a step of {q_len} tokens behind the {kept} held is wider than the sliding window of {self.window}, "
                 f"which would hide the oldest: use chunks of {max(1, self.window - kept)} at most, or a smaller budget"
             )
-        recording = any(isinstance(layer, SinkLayer) and layer.record_past for layer in self.layers)
+        recording = any(isinstance(layer, BoundedLayer) and layer.record_past for layer in self.layers)
         if recording and not all(ledger.whole(q_len) for ledger in self.ledgers):
             raise ValueError(
                 f"assisted decoding takes tokens back, and {self.lanes.seen + q_len} tokens do not fit into the budget "
@@ -233,7 +249,7 @@ class Announced(Held, Guarded):
 
     def _batch_for(self, batch: int) -> int:
         """The rows that are held, 1 or `batch`; raises ValueError if they are others."""
-        stores = [layer.store for layer in self.layers if isinstance(layer, SinkLayer) and layer.store is not None]
+        stores = [layer.store for layer in self.layers if isinstance(layer, BoundedLayer) and layer.store is not None]
         if not stores:
             if self.lanes.of is not None and len(self.lanes.of) != batch:  # of a pass that never came to store anything
                 self.lanes.reset()

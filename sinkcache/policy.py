@@ -1,28 +1,133 @@
 """What an eviction policy is: a score for every token a layer holds, of which the greatest are kept.
 
 A policy is a frozen dataclass of hyperparameters with one method. It owns no tensor, so one object serves every layer
-and every stream, compares by `==` and pickles. The budget is not the policy's: it belongs to the cache.
+and every stream, compares by `==` and pickles: what a token has received lives in the cache and moves with the token. A
+policy that reads more than positions says in `watch` what it wants to be told. The budget belongs to the cache.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+from sinkcache.positions import Rotation
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a policy reads of each token beside its position; what it does not ask for is neither computed nor stored.
+
+    `mass`: the attention a token has received since it was read, itself included, summed over queries; each query
+    counts `decay` times the one after it.
+    `window`: the attention it receives from the newest `window` queries, over the tokens held now; `reduce` says
+    whether their sum or the greatest of them.
+    `group`: of the query heads that share a key head, their mean probability or the greatest.
+    `keys`, `values`: what is stored of a token, keys as the next query reads them.
+    `queries`: the mean and covariance of all queries from stream position `skip` on, before their rotation.
+    """
+
+    mass: bool = False
+    decay: float = 1.0
+    window: int = 0
+    reduce: Literal["sum", "max"] = "sum"
+    group: Literal["mean", "max"] = "mean"
+    keys: bool = False
+    values: bool = False
+    queries: bool = False
+    skip: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
+        for name in ("window", "skip"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} must be 0 or more, got {value}")
+        if self.reduce not in ("sum", "max") or self.group not in ("mean", "max"):
+            raise ValueError(f'reduce is "sum" or "max" and group "mean" or "max", got {self.reduce!r}, {self.group!r}')
+
+    @property
+    def attention(self) -> bool:
+        """Whether queries must be seen, so that the model's attention has to be one of ours."""
+        return self.mass or self.window > 0 or self.queries
+
+    @property
+    def anything(self) -> bool:
+        """Whether a policy reads more than positions, so that each layer, row and head decides for itself."""
+        return self.attention or self.keys or self.values
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is known of a layer's queries: moments of them as they would be at position 0, in float32.
+
+    `position`: where the next query will be rotated to, an int or int64 `[batch, 1, 1]`; `rotation`: how, None where
+    keys carry no position.
+    """
+
+    mean: Float[Tensor, "batch num_heads head_dim"]
+    covariance: Float[Tensor, "batch num_heads head_dim head_dim"]
+    position: int | Tensor
+    rotation: Rotation | None
 
 
 @dataclass(frozen=True)
 class Entries:
     """The tokens a layer holds, as a policy sees them; slots are in no particular order.
 
-    `positions` counts from 0 at the start of the stream; `seen` is the number of tokens read when the policy is asked,
-    these included.
+    `positions` counts from 0 at the start of the stream, -1 where a row of a padded batch has no token. `seen` is the
+    number of tokens read when the policy is asked, these included: an int, or int64 `[batch, 1, 1]` where rows differ.
+    `new`: how many tokens the last step had; `layer`: which layer asks, from 0.
+    The other properties raise AttributeError unless the policy's `watch` asks for them.
     """
 
     positions: Int[Tensor, "batch num_kv_heads kv_len"]
-    seen: int
+    seen: int | Tensor
+    new: int = 1
+    layer: int = 0
+    told: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ages(self) -> Int[Tensor, "batch num_kv_heads kv_len"]:
+        """How many queries each token has had, its own included: 1 for the newest."""
+        return self.seen - self.positions
+
+    @property
+    def valid(self) -> Bool[Tensor, "batch num_kv_heads kv_len"]:
+        """Where there is a token; scores elsewhere do not matter, but sums and extremes must leave them out."""
+        return self.positions >= 0
+
+    @property
+    def mass(self) -> Float[Tensor, "batch num_kv_heads kv_len"]:
+        """Attention received from all queries so far, float32."""
+        return self._told("mass", "mass=True")
+
+    @property
+    def window(self) -> Float[Tensor, "batch num_kv_heads kv_len"]:
+        """Attention received from the newest queries, float32."""
+        return self._told("window", "window=32")
+
+    @property
+    def keys(self) -> Float[Tensor, "batch num_kv_heads kv_len head_dim"]:
+        """Keys, rotated."""
+        return self._told("keys", "keys=True")
+
+    @property
+    def values(self) -> Float[Tensor, "batch num_kv_heads kv_len value_dim"]:
+        """Values."""
+        return self._told("values", "values=True")
+
+    @property
+    def queries(self) -> Queries:
+        """Moments of the queries so far."""
+        return self._told("queries", "queries=True")
+
+    def _told(self, name: str, way: str) -> Any:
+        if name not in self.told:
+            raise AttributeError(f"entries.{name} was not asked for: have the policy's watch() return Watch({way})")
+        return self.told[name]
 
 
 @dataclass(frozen=True)
@@ -38,6 +143,10 @@ class Policy(ABC):
     def score(self, entries: Entries) -> Float[Tensor, "batch num_kv_heads kv_len"]:
         """The worth of each token: greater is kept, `inf` is never evicted while any other can be, NaN is an error."""
 
+    def watch(self) -> Watch:
+        """What `score` reads beside positions."""
+        return Watch()
+
     def check(self, budget: int) -> None:  # noqa: B027 - optional: most policies can live with any budget
         """Raises ValueError if this policy cannot do its work within `budget` tokens."""
 
@@ -51,22 +160,29 @@ def keep(
 
     Raises ValueError if a score is NaN.
     """
-    _check(scores)
-    by_age = positions.argsort(dim=-1)
-    by_worth = scores.gather(-1, by_age).argsort(dim=-1, stable=True)
-    best = by_age.gather(-1, by_worth)[..., max(scores.shape[-1] - budget, 0) :]
-    return best.sort(dim=-1).values
+    check_scores(scores)
+    return ranked(scores, positions)[..., :budget].sort(dim=-1).values
 
 
-def weakest(scores: Float[Tensor, " kv_len"], positions: Int[Tensor, " kv_len"]) -> int:
+def ranked(
+    scores: Float[Tensor, "batch num_kv_heads kv_len"], positions: Int[Tensor, "batch num_kv_heads kv_len"]
+) -> Int[Tensor, "batch num_kv_heads kv_len"]:
+    """Indices into `kv_len` by score, the greatest first; of equal scores the newer token first."""
+    by_age = positions.argsort(dim=-1, descending=True)
+    return by_age.gather(-1, scores.gather(-1, by_age).argsort(dim=-1, descending=True, stable=True))
+
+
+def weakest(scores: Float[Tensor, "*heads kv_len"], positions: Int[Tensor, "*heads kv_len"]) -> Int[Tensor, "*heads"]:
     """The index of the one token that `keep` would not keep if all others stay: of equal scores, the oldest.
 
     Raises ValueError if a score is NaN.
     """
-    _check(scores)
-    return int(positions.masked_fill(scores != scores.min(), torch.iinfo(positions.dtype).max).argmin())
+    check_scores(scores)
+    lowest = scores.amin(dim=-1, keepdim=True)
+    return positions.masked_fill(scores != lowest, torch.iinfo(positions.dtype).max).argmin(dim=-1)
 
 
-def _check(scores: Tensor) -> None:
+def check_scores(scores: Tensor) -> None:
+    """Raises ValueError if a score is NaN; on other devices than the CPU this is not looked at in decoding steps."""
     if scores.isnan().any():
         raise ValueError("a policy scored NaN: scores must be comparable, use -inf for what should go first")

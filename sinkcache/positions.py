@@ -53,10 +53,13 @@ class Rotation:
 
     def phase(self, moves: Int[Tensor, " moved"], like: Tensor) -> Complex[Tensor, "moved freq"]:
         """`exp(i * move * inv_freq)`, on the device and at the width of `like`; angles in float64, on the CPU."""
-        angles = moves.double()[:, None] * self.inv_freq
+        return self.phases(moves.cpu(), like).to(like.device)
+
+    def phases(self, moves: Int[Tensor, "*dims moved"], like: Tensor) -> Complex[Tensor, "*dims moved freq"]:
+        """The same for `moves` of any shape, at the width of `like`, on the device of `moves`."""
+        angles = moves.double()[..., None] * self.inv_freq.to(moves.device)
         wide = torch.promote_types(like.dtype, torch.float32) == torch.float64
-        phase = torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
-        return phase.to(like.device)
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex128 if wide else torch.complex64)
 
 
 def same(one: Rotation | str | None, other: Rotation | str | None) -> bool:

@@ -5,55 +5,39 @@ share one `Slots`: it lives on the CPU, decides once per step without asking a d
 `Step`. No layer repeats the work.
 
 The rule, for a step of q tokens: what is held is trimmed to `capacity - 1`, the q are appended and attend, then the
-layer is reduced to `capacity`. A token read on its own thus sees exactly `capacity` tokens, itself included.
+layer is reduced to `capacity`, the newest token being one of those that stay. A token read on its own thus sees exactly
+`capacity` tokens, itself included.
 """
 
 import copy
-import math
 
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from sinkcache.book import Book
 from sinkcache.policy import Entries, Policy, keep, weakest
 from sinkcache.step import Step, Turns
 from sinkcache.store import Index
 
 
-class Slots:
-    """The book of the slots: `seen` tokens read, `held` slots in use, and per slot its position and how far it moved.
+class Slots(Book):
+    """The book of the slots: per slot its position and how far it moved.
 
-    `asked` is the budget: tokens, or a share in (0, 1] of the prompt, which the first step or `resolve` settles.
-    `in_cache`: positions are those inside the cache (StreamingLLM) and not those of the stream. `limit`: the model must
-    not be given this position or a later one. `ordered`: steps say in which order slots are attended to. `shift` is how
-    far behind the stream the model's own positions run.
+    `in_cache`: positions are those inside the cache (StreamingLLM) and not those of the stream. `ordered`: steps say in
+    which order slots are attended to.
     """
 
     def __init__(
         self, policy: Policy, asked: int | float, in_cache: bool, limit: int | None, ordered: bool = False
     ) -> None:
-        self.policy, self.asked, self.in_cache, self.limit, self.ordered = policy, asked, in_cache, limit, ordered
-        self.reset()
+        self.in_cache, self.ordered = in_cache, ordered
+        super().__init__(policy, asked, limit)
 
     def reset(self) -> None:
         """Back to an empty stream."""
-        self.seen = self.held = self.shift = 0
-        self.capacity: int | None = None
         self._restless = False  # some key may have to be turned before the next read
-        self._torn = False  # a step was booked in part
-        if isinstance(self.asked, int):
-            self._allocate(self.asked)
-
-    def resolve(self, prompt: int) -> None:
-        """Settles a budget that is a share of the prompt, `prompt` tokens long; a settled budget stays as it is."""
-        if self.capacity is None:
-            budget = math.ceil(round(self.asked * prompt, 9))  # 0.07 of 100 is 7, whatever floats make of it
-            self.policy.check(budget)
-            self._allocate(budget)
-
-    def kept_before(self) -> int:
-        """How many held tokens the next step's queries will see."""
-        return 0 if self.capacity is None else min(self.held, self.capacity - 1)
+        super().reset()
 
     def kept(self) -> Int[Tensor, " kept"]:
         """Stream positions held, ascending; a copy."""
@@ -63,30 +47,13 @@ class Slots:
         """The slot that the next step of any length will empty before its queries attend."""
         return self._weakest() if self.held == self.capacity else None
 
-    def crop(self, tokens: int) -> None:
-        """Takes the newest `tokens` back; none may have been evicted, so that they are in the last slots in use."""
-        assert self.held == self.seen
-        self.held -= tokens
-        self.seen -= tokens
-
     def turned(self) -> Index:
         """The slots whose keys the buffers hold turned."""
         return _run(self._applied[: self.held].nonzero()[:, 0] if self.held else torch.zeros(0, dtype=torch.int64))
 
     def step(self, q_len: int) -> Step:
         """Books `q_len` tokens as read and says what a layer does with them; raises RuntimeError if torn."""
-        if self._torn:
-            raise RuntimeError(
-                "a step failed or was interrupted half-way: call cache.reset() and read the prompt again"
-            )
-        if q_len < 1:
-            raise ValueError(f"a step needs at least one token, got {q_len}")
-        if self.limit is not None and self.seen - self.shift + q_len >= self.limit:
-            raise ValueError(
-                f"position {self.seen - self.shift + q_len} is beyond {self.limit}, from where this model changes its "
-                "rotary frequencies: use sinkcache.stream, which keeps positions small"
-            )
-        self.resolve(q_len)
+        self._open(q_len)
         assert self.capacity is not None
         dropped = self.to_drop()
         self._torn = True
@@ -183,7 +150,7 @@ class Slots:
 
     def _weakest(self) -> int:
         held = self.positions[: self.held]
-        return weakest(self._score(held, self.seen)[0, 0], held)
+        return int(weakest(self._score(held, self.seen)[0, 0], held))
 
     def _reduce(self, dropped: int | None, q_len: int) -> tuple[Index, Index]:
         assert self.capacity is not None
@@ -192,9 +159,10 @@ class Slots:
             stays[dropped] = False
         old = stays.nonzero()[:, 0]
         everyone = torch.cat([self.positions[old], torch.arange(self.seen, self.seen + q_len)])
-        best = keep(self._score(everyone, self.seen + q_len), everyone[None, None], self.capacity)[0, 0]
+        scores = self._score(everyone, self.seen + q_len)
+        best = keep(scores[..., :-1], everyone[None, None, :-1], self.capacity - 1)[0, 0]
         survives = torch.zeros(len(everyone), dtype=torch.bool)
-        survives[best] = True
+        survives[best] = survives[-1] = True  # the newest stays, of use to nobody yet
         gone = everyone[~survives]
         unused = torch.arange(self.held, self.capacity)
         free = torch.cat([(~stays).nonzero()[:, 0], old[~survives[: len(old)]], unused])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from einops import rearrange
-from jaxtyping import Complex, Float, Int
+from jaxtyping import Bool, Complex, Float, Int
 from torch import Tensor
 
 from sinkcache.positions import Rotation
@@ -68,6 +68,19 @@ class Store:
         _assign(self.keys, slots, keys)
         _assign(self.values, slots, values)
 
+    def put(
+        self,
+        slots: Int[Tensor, "batch num_kv_heads written"],
+        keys: Float[Tensor, "batch num_kv_heads written head_dim"],
+        values: Float[Tensor, "batch num_kv_heads written value_dim"],
+    ) -> None:
+        """Overwrites slots that are not the same in each row and head."""
+        batch, heads, capacity = self.keys.shape[:3]
+        first = torch.arange(batch * heads, device=slots.device).reshape(batch, heads, 1) * capacity
+        flat = (slots + first).flatten()
+        for buffer, new in ((self.keys, keys), (self.values, values)):
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, flat, new.reshape(-1, new.shape[-1]))
+
     def joined(
         self,
         held: int,
@@ -105,6 +118,24 @@ class Store:
             rows = at(self.keys, slots)
             rotation.put(rows, at(self.arrived, slots) * phase)
             _assign(self.keys, slots, rows)
+
+    def turn_each(
+        self,
+        fresh: Bool[Tensor, "batch num_kv_heads kv_len"],
+        turning: Bool[Tensor, "batch num_kv_heads kv_len"],
+        rotation: Rotation,
+        phase: Complex[Tensor, "batch num_kv_heads kv_len freq"],
+    ) -> None:
+        """Rewrites the first slots, where they are `turning`, as their arrived keys turned by `phase`, each by its own.
+
+        `fresh` ones turn for the first time: their keys are put aside as they arrived.
+        """
+        self._reserve(self.keys.shape[2], rotation)
+        assert self.arrived is not None
+        keys, arrived = self.keys[:, :, : phase.shape[2]], self.arrived[:, :, : phase.shape[2]]
+        picked = rotation.pick(keys)
+        arrived.copy_(torch.where(fresh[..., None], picked, arrived))
+        rotation.put(keys, torch.where(turning[..., None], arrived * phase, picked))
 
     def bake(self, slots: Index | At, rotation: Rotation, phase: Tensor) -> None:
         """Turns the keys in `slots` for good, rounding them once more."""

@@ -19,6 +19,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from transformers import Cache
 
+from sinkcache.book import Book
 from sinkcache.cache import SinkCache
 from sinkcache.devices import device_of
 from sinkcache.guard import arguments, cache_argument, guard
@@ -85,7 +86,7 @@ def stream(
             f"tokens of shape {tuple(tokens.shape)} would be read row by row: give input_ids[0] for one row, or "
             "input_ids.T.unbind() for a batch"
         )
-    book = cache.ledgers[0].books[0]
+    book: Book = cache.ledgers[0].books[0]
     if any(ledger.capacity is None for ledger in cache.ledgers):
         raise ValueError(
             f"budget={book.asked} is a share of a prompt and a stream has none: read the prompt with prefill "

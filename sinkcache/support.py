@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from sinkcache.policy import Watch
 from sinkcache.positions import Rotation
 from sinkcache.probe import Found, probe
 
@@ -82,6 +83,26 @@ def frequency_limit(config: PreTrainedConfig, positions: Positions) -> int | Non
             'positions="cache" with sinkcache.stream, which keeps positions below it'
         )
     return cast(int, config.max_position_embeddings)
+
+
+def check_watch(model: Any, watch: Watch, ordered: bool, rotations: list[Any]) -> None:
+    """Raises ValueError if layers with these `rotations` cannot tell a policy what it asks for."""
+    if ordered:
+        raise ValueError(
+            "this model goes by the order of its cache (ALiBi), which rows and heads that keep tokens of their own do "
+            "not have: use Window or StreamingLLM, with evict_every=1"
+        )
+    if watch.attention and not isinstance(model, nn.Module):
+        raise TypeError("a policy that reads attention needs the model, whose attention it is shown: got its config")
+    latent = any(isinstance(each, Rotation) and each.values for each in rotations)
+    if latent and (watch.window or watch.queries or watch.keys or watch.values):
+        raise ValueError(
+            "keys of latent attention are not stored as they are attended to, so a policy cannot read them, nor what "
+            "the newest queries make of them: use one that reads positions, or the mass of attention (H2O)"
+        )
+    unknown = [each for each in rotations if isinstance(each, str)]
+    if watch.queries and unknown:
+        raise ValueError(f"a policy that reads queries must know how they are rotated: {unknown[0]}")
 
 
 def scales_by_position(config: PreTrainedConfig) -> bool:

@@ -1,7 +1,8 @@
 """A slow twin of `SinkCache`, of Python lists: each row by itself, which is what a row of a padded batch must equal.
 
 The rule, for a row that reads q tokens of its own in a step: what it holds is trimmed to `budget - 1`, the q are
-appended and attended to, then what it holds is reduced to `budget`; who is worth least goes first, of equals the older.
+appended and attended to, then what it holds is reduced to `budget`, of which the newest is one. Who is worth least goes
+first, of equals the older.
 In the cache's convention a token is read at its number less the frame plus one for each younger token that is gone.
 A budget that is a share is of the own tokens of the row's first step.
 """
@@ -92,18 +93,19 @@ class ListCache:
             row.budgets = [b if isinstance(b, int) else math.ceil(b * len(columns)) for b in self.budgets]
         attended = []
         for layer, budget in enumerate(row.budgets):
-            self._trim(row, layer, budget - 1)
+            self._trim(row, layer, budget - 1, first)
             row.held[layer] += [
                 Token(first + i, positions[column], keys[layer, :, column], values[layer, :, column])
                 for i, column in enumerate(columns)
             ]
             attended.append([(token, self._place(row, layer, token) - token.position) for token in row.held[layer]])
-            self._trim(row, layer, budget)
+            self._trim(row, layer, budget, row.held[layer][-1].number)
         return attended
 
-    def _trim(self, row: Row, layer: int, budget: int) -> None:
+    def _trim(self, row: Row, layer: int, budget: int, upto: int) -> None:
         while len(row.held[layer]) > budget:
-            least = min(row.held[layer], key=lambda token: (self.worth(token.number), token.number))
+            able = [token for token in row.held[layer] if token.number < upto]
+            least = min(able, key=lambda token: (self.worth(token.number), token.number))
             row.held[layer].remove(least)
             row.gone[layer].append(least.number)
 

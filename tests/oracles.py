@@ -1,8 +1,8 @@
 """References for a bounded cache, in float64, which hold none: lists of stream positions say what is attended to.
 
 The rule, for a step of q tokens: what is held is trimmed to `budget - 1`, the q are appended, each attends to what is
-held and to its own past in the step, then what is held is reduced to `budget`. Positions are those inside
-`held + new`, from 0 ("cache"), or those of the stream ("original").
+held and to its own past in the step, then what is held is reduced to `budget`, the newest staying. Positions are those
+inside `held + new`, from 0 ("cache"), or those of the stream ("original").
 
 Three references, which share nothing but that rule: `by_hand` writes Llama and GPT-NeoX out from un-rotated keys;
 `by_mask` reads the stream in one pass under an explicit mask ("original" alone); `by_module` has the model's own
@@ -55,7 +55,7 @@ def steps(chunks: list[int], budget: int, select: Select) -> Iterator[tuple[list
         seen += q_len
         after = held + new
         if len(after) > budget:
-            after = select(after, seen, budget)
+            after = select(after[:-1], seen, budget - 1) + after[-1:]  # the newest stays
         yield held, new, after
         held = after
 

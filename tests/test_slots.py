@@ -70,10 +70,12 @@ class Told:
     seen: int = 0
     shift: int = 0
 
-    def trim(self, budget: int) -> None:
+    def trim(self, budget: int, newest: bool = False) -> None:
+        """`newest`: the newest token may go as any other; right after its step it may not."""
         while len(self.held) > budget:
-            least = min(_worth(self.policy, position) for position in self.held)
-            oldest = min(position for position in self.held if _worth(self.policy, position) == least)
+            able = [position for position in self.held if newest or position != self.seen - 1]
+            least = min(_worth(self.policy, position) for position in able)
+            oldest = min(position for position in able if _worth(self.policy, position) == least)
             self.held.remove(oldest)
             self.gone.append(oldest)
 
@@ -83,7 +85,7 @@ class Told:
 
     def attended(self, q_len: int) -> dict[int, int]:
         """Trims, appends, and tells at which rotation each token is attended to."""
-        self.trim(self.capacity - 1)
+        self.trim(self.capacity - 1, newest=True)
         new = list(range(self.seen, self.seen + q_len))
         seen_at = {position: self.rotation(position) for position in self.held} | {p: p - self.shift for p in new}
         self.held += new
