@@ -1,5 +1,7 @@
-"""What a caller may ask for as a budget."""
+"""What a caller may ask for as a budget, and how one may fall from layer to layer."""
 
+import math
+from fractions import Fraction
 from typing import Any
 
 
@@ -24,3 +26,34 @@ def _asked(budget: Any) -> int | float:
     if isinstance(budget, int) and budget < 1:
         raise ValueError(f"budget must be at least 1 token, got {budget}")
     return budget
+
+
+def pyramid(budget: int, layers: int, beta: int | float = 20, window: int = 0) -> list[int]:
+    """Budgets that fall from the first of `layers` layers to the last in equal steps, `budget` tokens on average.
+
+    Each layer gets `window` tokens and a share of the rest, the last `1 / beta` of the average share. The sum is
+    `layers * budget` to the token: of the fractions the largest are rounded up, and no layer gets less than 1 token.
+    PyramidKV (Cai et al., 2024, section 3, arXiv 2406.02069), whose code rounds the steps and hands out up to 5% more.
+
+    >>> pyramid(12, layers=4, window=2)
+    [22, 15, 9, 2]
+    """
+    for name, number, least in (("budget", budget, 1), ("layers", layers, 1), ("window", window, 0)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ValueError(f"{name} must be a whole number, {least} or more, got {number!r}")
+    if window > budget:
+        raise ValueError(f"window must be at most the budget, got window={window} with budget={budget}")
+    if not 1 <= beta < math.inf:
+        raise ValueError(f"beta must be 1 (all layers alike) or more, got {beta}")
+    share = budget - window
+    last = Fraction(share) / Fraction(beta)
+    fall = 2 * (share - last) / max(layers - 1, 1)
+    exact = [2 * share - last - fall * layer for layer in range(layers)] if layers > 1 else [Fraction(share)]
+    tokens = [window + math.floor(one) for one in exact]
+    by_fraction = sorted(range(layers), key=lambda layer: math.floor(exact[layer]) - exact[layer])
+    for layer in by_fraction[: layers * budget - sum(tokens)]:
+        tokens[layer] += 1
+    while min(tokens) < 1:
+        tokens[tokens.index(min(tokens))] += 1
+        tokens[tokens.index(max(tokens))] -= 1
+    return tokens

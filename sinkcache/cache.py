@@ -123,7 +123,8 @@ class SinkCache(Announced):
                 layers[index] = SinkLayer(account, known, slides)
         if len(ledgers) > 1:
             fit(model)
-        if policy.watch().attention:
+        self.reads_attention = policy.watch().attention
+        if self.reads_attention:
             reveal(model)
         super().__init__(layers=layers)
         self.origin = Origin(model)

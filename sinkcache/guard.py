@@ -28,6 +28,8 @@ def uncompiled(function: _Function) -> _Function:
 class Guarded(ABC):
     """A cache that wants to know of the passes it takes part in."""
 
+    reads_attention = False  # it is shown the attention, which is then not the model's to return
+
     @abstractmethod
     def begin_step(
         self, model: nn.Module, tokens: Tensor, attention_mask: Any, position_ids: Tensor | None
@@ -79,7 +81,7 @@ def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             "use_cache is off, so that generate would read everything anew in each step: pass use_cache=True (some "
             "models' configs turn it off)"
         )
-    if given.get("output_attentions") and getattr(cache, "watches_attention", False):
+    if given.get("output_attentions") and cache.reads_attention:
         raise ValueError(
             "output_attentions cannot be had beside a policy that reads attention: leave it out, or use another policy"
         )

@@ -29,6 +29,7 @@ class Announced(Held, Guarded):
     window: int | None  # the least sliding window of the layers that are bounded although they slide
     offloaded: bool  # keys and values are on the CPU but for the layer that computes
     ordered: bool  # the model goes by the order of its cache: its bias is distance there
+    reads_attention = False
     chunk: int | None = None  # a prompt that is announced as a whole is read in chunks of so many tokens
     unfinished = False  # the logits of the pass under way are not what it is for: more of a prompt follows
     _checked: int | None = None  # the model that was last found to rotate as the cache does
@@ -143,8 +144,7 @@ class Announced(Held, Guarded):
                 "for each model"
             )
         self._checked = id(model)
-        watching = any(isinstance(layer, ScoredLayer) and layer.reads_attention for layer in self.layers)
-        if watching and not attention.startswith("sinkcache"):
+        if self.reads_attention and not attention.startswith("sinkcache"):
             raise ValueError(
                 f"the policy reads attention, and the model's was set back to {attention}: make the cache anew, or "
                 "leave the model's attention as the cache has set it"

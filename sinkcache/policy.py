@@ -24,7 +24,7 @@ class Watch:
     counts `decay` times the one after it.
     `window`: the attention it receives from the newest `window` queries, over the tokens held now; `reduce` says
     whether their sum or the greatest of them.
-    `group`: of the query heads that share a key head, their mean probability or the greatest.
+    `group`: of the query heads that share a key head, the mean probability of each query, or the greatest.
     `keys`, `values`: what is stored of a token, keys as the next query reads them.
     `queries`: the mean and covariance of all queries from stream position `skip` on, before their rotation.
     """

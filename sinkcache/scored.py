@@ -199,7 +199,10 @@ class ScoredLayer(BoundedLayer):
             self._compact(store, step)
         elif step.trims:
             fields = self._slots(self.held)
-            victims = weakest(self._scores(store.read(self.held), fields, step), fields["positions"])[..., None]
+            scores = self._scores(store.read(self.held), fields, step)
+            if not isinstance(step.held, int):
+                scores = scores.masked_fill(fields["positions"] < 0, torch.inf)  # no room is made by what is not there
+            victims = weakest(scores, fields["positions"])[..., None]
             if self.in_cache:
                 older = fields["positions"] < fields["positions"].gather(-1, victims)
                 fields["moves"] += older if isinstance(step.held, int) else older & self._trimmed(step)

@@ -2,7 +2,9 @@
 
 import math
 import pickle
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError, dataclass, fields
+from typing import Any
 
 import pytest
 import torch
@@ -13,61 +15,130 @@ from torch import Tensor
 
 import sinkcache.policies
 from sinkcache import Entries, Policy, SinkCache, stream
-from sinkcache.policies import StreamingLLM, Window
-from sinkcache.policy import keep
+from sinkcache.policies import H2O, RKV, TOVA, KeyDiff, LagKV, Phases, Protect, SnapKV, StreamingLLM, Window
+from sinkcache.policy import Queries, keep
+from sinkcache.positions import Rotation
 
-POLICIES = [getattr(sinkcache.policies, name) for name in sinkcache.policies.__all__]
-every_policy = pytest.mark.parametrize("policy", [make() for make in POLICIES], ids=sinkcache.policies.__all__)
+NAMES = sinkcache.policies.__all__
+MADE_OF_OTHERS = {"Phases": lambda: Phases(SnapKV(), KeyDiff()), "Protect": lambda: Protect(KeyDiff())}
+POLICIES = [MADE_OF_OTHERS.get(name, getattr(sinkcache.policies, name)) for name in NAMES]
+SMALL = {  # defaults protect all of a few tokens
+    "H2O-small": H2O(recent=3, num_sinks=2, half_life=4, reduce="mean"),
+    "LagKV-small": LagKV(num_sinks=1, lag=2),
+    "RKV-small": RKV(observation_window=3, kernel=3, likeness=0.1),
+    "SnapKV-small": SnapKV(observation_window=3, kernel=3),
+    "SnapKV-max": SnapKV(observation_window=3, pooling="max", recent=1),
+    "TOVA-head": TOVA(per="head"),
+}
+every_policy = pytest.mark.parametrize(
+    "policy", [*(make() for make in POLICIES), *SMALL.values()], ids=[*NAMES, *SMALL]
+)
 
 
-def _entries(kv_len: int = 11) -> Entries:
-    """Batch 2, heads 3, each in its own order, positions from 0 to 39."""
-    positions = torch.stack([torch.randperm(40)[:kv_len] for _ in range(6)])
-    return Entries(positions.reshape(2, 3, kv_len), seen=40)
+def _entries(policy: Policy, kv_len: int = 11) -> Entries:
+    """Batch 2, heads 3 for 6 query heads, each in its own order, positions from 0 to 39."""
+    positions = torch.stack([torch.randperm(40)[:kv_len] for _ in range(6)]).reshape(2, 3, kv_len)
+    drawn = {"mass": (), "window": (), "keys": (8,), "values": (5,)}
+    told: dict[str, Any] = {name: torch.rand(2, 3, kv_len, *size) for name, size in drawn.items()}
+    rotation = Rotation(torch.tensor([1.0, 0.1, 0.01], dtype=torch.float64), "half")
+    told["queries"] = Queries(torch.randn(2, 6, 8), torch.eye(8).expand(2, 6, 8, 8), 40, rotation)
+    return Entries(positions, seen=40, told={name: told[name] for name in told if getattr(policy.watch(), name)})
+
+
+def _changed(entries: Entries, change: Callable[[Tensor], Tensor]) -> Entries:
+    """The same with another batch, other heads or other slots."""
+    told = {name: change(each) if isinstance(each, Tensor) else each for name, each in entries.told.items()}
+    return Entries(change(entries.positions), entries.seen, entries.new, entries.layer, told)
+
+
+def _assert_same(scores: Tensor, others: Tensor) -> None:
+    """Same but for the order of sums."""
+    torch.testing.assert_close(scores, others)
 
 
 @every_policy
 def test_gives_one_score_for_each_entry(policy: Policy) -> None:
-    entries = _entries()
+    entries = _entries(policy)
     assert policy.score(entries).shape == entries.positions.shape
 
 
 @every_policy
-def test_scores_are_finite_or_infinite_and_never_nan(policy: Policy) -> None:
-    assert not policy.score(_entries()).isnan().any()
+@pytest.mark.parametrize("kv_len", [1, 2, 11, 40])
+def test_scores_are_finite_or_infinite_and_never_nan(policy: Policy, kv_len: int) -> None:
+    assert not policy.score(_entries(policy, kv_len)).isnan().any()
 
 
 @every_policy
-def test_scores_one_entry(policy: Policy) -> None:
-    assert policy.score(Entries(torch.zeros(1, 1, 1, dtype=torch.int64), seen=1)).shape == (1, 1, 1)
+def test_scores_the_first_token_alone(policy: Policy) -> None:
+    first = _changed(_entries(policy, 1), lambda each: each * 0 if each.dtype == torch.int64 else each)
+    scores = policy.score(Entries(first.positions, 1, 1, 0, first.told))
+    assert scores.shape == (2, 3, 1)
+    assert not scores.isnan().any()
 
 
 @every_policy
 def test_same_entries_same_scores(policy: Policy) -> None:
-    entries = _entries()
+    entries = _entries(policy)
     assert torch.equal(policy.score(entries), policy.score(entries))
 
 
 @every_policy
 def test_leaves_its_entries_as_they_were(policy: Policy) -> None:
-    entries = _entries()
-    before = entries.positions.clone()
+    entries = _entries(policy)
+    before = _changed(entries, torch.clone)
     policy.score(entries)
-    assert torch.equal(entries.positions, before)
+    assert torch.equal(entries.positions, before.positions)
+    for name, each in entries.told.items():
+        assert not isinstance(each, Tensor) or torch.equal(each, before.told[name])
 
 
 @every_policy
 def test_scores_follow_their_tokens_to_other_slots(policy: Policy) -> None:
-    entries, order = _entries(), torch.randperm(11)
-    moved = Entries(entries.positions[..., order], entries.seen)
-    assert torch.equal(policy.score(moved), policy.score(entries)[..., order])
+    entries, order = _entries(policy), torch.randperm(11)
+    moved = _changed(entries, lambda each: each[:, :, order])
+    _assert_same(policy.score(moved), policy.score(entries)[..., order])
 
 
 @every_policy
 def test_scores_follow_their_heads(policy: Policy) -> None:
-    entries, order = _entries(), torch.tensor([2, 0, 1])
-    moved = Entries(entries.positions[:, order], entries.seen)
-    assert torch.equal(policy.score(moved), policy.score(entries)[:, order])
+    entries, order = _entries(policy), torch.tensor([2, 0, 1])
+    moved = _changed(entries, lambda each: each[:, order])
+    if policy.watch().queries:
+        queries, of_heads = entries.queries, torch.tensor([4, 5, 0, 1, 2, 3])
+        mean, covariance = queries.mean[:, of_heads], queries.covariance[:, of_heads]
+        moved.told["queries"] = Queries(mean, covariance, queries.position, queries.rotation)
+    _assert_same(policy.score(moved), policy.score(entries)[:, order])
+
+
+@every_policy
+def test_rows_do_not_meet(policy: Policy) -> None:
+    entries = _entries(policy)
+    alone = _changed(entries, lambda each: each[1:])
+    if policy.watch().queries:
+        queries = entries.queries
+        mean, covariance = queries.mean[1:], queries.covariance[1:]
+        alone.told["queries"] = Queries(mean, covariance, queries.position, queries.rotation)
+    _assert_same(policy.score(alone), policy.score(entries)[1:])
+
+
+@every_policy
+def test_takes_tokens_seen_row_by_row(policy: Policy) -> None:
+    entries = _entries(policy)
+    by_row = Entries(entries.positions, torch.full((2, 1, 1), 40), entries.new, entries.layer, entries.told)
+    _assert_same(policy.score(by_row), policy.score(entries))
+
+
+@every_policy
+def test_reads_nothing_of_empty_slots(policy: Policy) -> None:
+    entries, order = _entries(policy), torch.randperm(13)
+
+    def padded(each: Tensor) -> Tensor:
+        nothing = torch.full_like(each[:, :, :2], -1 if each.dtype == torch.int64 else torch.nan)
+        return torch.cat([each, nothing], dim=2)[:, :, order]
+
+    scores = policy.score(_changed(entries, padded))
+    assert not scores.isnan().any()
+    _assert_same(scores[..., order.argsort()][..., :11], policy.score(entries))
 
 
 @every_policy
@@ -75,8 +146,8 @@ def test_pickles(policy: Policy) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
 
 
-@pytest.mark.parametrize("make", POLICIES, ids=sinkcache.policies.__all__)
-def test_two_of_the_same_are_equal_and_hash_alike(make: type[Policy]) -> None:
+@pytest.mark.parametrize("make", POLICIES, ids=NAMES)
+def test_two_of_the_same_are_equal_and_hash_alike(make: Callable[[], Policy]) -> None:
     assert make() == make()
     assert hash(make()) == hash(make())
 
