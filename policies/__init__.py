@@ -3,6 +3,8 @@
 if __name__ == "policies":
     raise ImportError("import sinkcache.policies: the policies/ directory is part of the sinkcache package")
 
+from sinkcache.policies.adakv import AdaKV
+from sinkcache.policies.clairvoyant import Clairvoyant as Clairvoyant  # no file can hold it: not in __all__
 from sinkcache.policies.expected_attention import ExpectedAttention
 from sinkcache.policies.h2o import H2O
 from sinkcache.policies.keydiff import KeyDiff
@@ -21,6 +23,7 @@ __all__ = [
     "H2O",
     "RKV",
     "TOVA",
+    "AdaKV",
     "ExpectedAttention",
     "KeyDiff",
     "Knorm",

@@ -39,20 +39,21 @@ class TOVA(Policy):
         whole("recent", self.recent)
 
     def watch(self) -> Watch:
-        return Watch(window=1)
+        return Watch(mass=True, decay=0.0)
 
     def score(self, entries: Entries) -> Float[Tensor, "batch num_kv_heads kv_len"]:
-        window = entries.window
+        last = entries.mass
         if self.per == "layer":
-            window = _over_heads(window, entries.positions)
-        return protected(window, entries, self.num_sinks, self.recent)
+            alike = bool((entries.positions == entries.positions[:, :1]).all())  # as long as all were evicted so
+            last = last.mean(dim=1, keepdim=True).expand_as(last) if alike else _over_heads(last, entries.positions)
+        return protected(last, entries, self.num_sinks, self.recent)
 
     def check(self, budget: int) -> None:
         check_room(budget, self.num_sinks, self.recent)
 
 
 def _over_heads(
-    window: Float[Tensor, "batch num_kv_heads kv_len"], positions: Int[Tensor, "batch num_kv_heads kv_len"]
+    received: Float[Tensor, "batch num_kv_heads kv_len"], positions: Int[Tensor, "batch num_kv_heads kv_len"]
 ) -> Float[Tensor, "batch num_kv_heads kv_len"]:
     """Each token's mean over heads, whatever slot it has in each; a head that has evicted it gives it none."""
     flat = positions.flatten(1)
@@ -60,7 +61,7 @@ def _over_heads(
     ranked = flat.gather(-1, order)
     token = torch.zeros_like(order)
     token[:, 1:] = (ranked[:, 1:] != ranked[:, :-1]).cumsum(dim=-1)
-    totals = torch.zeros_like(flat, dtype=window.dtype)
-    totals.scatter_add_(-1, token, window.flatten(1).gather(-1, order))
+    totals = torch.zeros_like(flat, dtype=received.dtype)
+    totals.scatter_add_(-1, token, received.flatten(1).gather(-1, order))
     means = torch.empty_like(totals).scatter(-1, order, totals.gather(-1, token)) / positions.shape[1]
     return means.unflatten(1, positions.shape[1:])

@@ -9,11 +9,11 @@ head, which every kernel serves. All other steps, and all other devices, go to t
 made for the longest, and each layer takes the columns at its end: its own slots, all visible, and the step's tokens.
 
 `reveal`: a policy may ask what attention a token receives. The layer that has just handed out its keys is then shown
-the attention computed over them, by the model's own function where its queries are enough.
+the attention computed over them, by the model's own function where its queries are enough. A layer whose heads hold
+different tokens says in a mask of its own who sees what.
 """
 
 import sys
-import threading
 from functools import partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -28,13 +28,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from sinkcache.devices import device_of
-from sinkcache.guard import uncompiled
+from sinkcache.guard import show_all_to, shown_to, uncompiled
 from sinkcache.observe import Kernel, attention
 from sinkcache.policy import Watch
 
 _PACKED, _EAGER = "sinkcache_packed", "sinkcache_eager"
 _OURS = {"sdpa": _PACKED, "eager": _EAGER, _PACKED: _PACKED, _EAGER: _EAGER}
-_NEXT = threading.local()  # the layer to show the next attention to
 _FITS: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()  # what a model was found to stand
 
 
@@ -79,23 +78,26 @@ def reveal(model: Any) -> None:
     Raises ValueError if its attention is another, cannot be set, or is not what is computed by blocks.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError("a policy that reads attention needs the model, whose attention it is shown: got a config")
+        raise ValueError(
+            "a policy that reads attention, or lets heads compete, needs the model, whose attention it is shown: got a "
+            "config"
+        )
     current, name = cast(Any, model).config._attn_implementation, type(model).__name__
     if current not in _OURS or not _settable(model):
         raise ValueError(
-            f"a policy that reads attention cannot be shown {current} attention of {name}: load it with "
-            'attn_implementation="sdpa" or "eager" if it has them, or use a policy of positions or keys'
+            f"a policy that reads attention, or lets heads compete, cannot be shown {current} attention of {name}: "
+            'load it with attn_implementation="sdpa" or "eager" if it has them, or use a policy of positions or keys'
         )
     if getattr(cast(Any, model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
         raise ValueError(f"a policy that reads attention cannot see all of it in {name}, whose layers share keys")
     if "reveal" not in _FITS.get(model, ()):
         expected = _read(model)
         _set(model, _OURS[current])
-        _NEXT.layer = _NEXT.always = _Anyone()
+        show_all_to(Onlooker())
         try:
             alike = _alike(model, expected)
         finally:
-            _NEXT.layer = _NEXT.always = None
+            show_all_to(None)
         if not alike:
             _set(model, current)
             raise ValueError(
@@ -119,7 +121,7 @@ def attend(
     """Attention of a step's queries, as transformers' sdpa attention computes it."""
     num_kv_heads = key.shape[1]
     attention_mask = _cut(attention_mask, key)
-    if (layer := _watching()) is not None:
+    if (layer := shown_to()) is not None:
         own = partial(sdpa_attention_forward, dropout=dropout, scaling=scaling, **kwargs)
         return _watched(layer, module, query, key, value, attention_mask, own, scaling, **kwargs)
     if kwargs.get("s_aux") is not None:
@@ -139,21 +141,10 @@ def attend_eagerly(
     """Attention of a step's queries, as the model's own eager attention computes it."""
     eager = sys.modules[type(module).__module__].eager_attention_forward
     attention_mask = _cut(attention_mask, key)
-    if (layer := _watching()) is not None:
+    if (layer := shown_to()) is not None:
         own = partial(eager, **kwargs)
         return _watched(layer, module, query, key, value, attention_mask, own, **kwargs)
     return eager(module, query, key, value, attention_mask, **kwargs)
-
-
-def show_to(layer: Any) -> None:
-    """Has the attention that is computed next shown to `layer`, which has just handed out the keys for it."""
-    _NEXT.layer = layer
-
-
-@uncompiled
-def _watching() -> Any:
-    layer, _NEXT.layer = getattr(_NEXT, "layer", None), getattr(_NEXT, "always", None)
-    return layer
 
 
 @uncompiled
@@ -170,15 +161,20 @@ def _watched(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that ends the step of `layer`: by blocks where each key's sum is asked for, else the model's `own`."""
+    """Attention that ends the step of `layer`: the model's `own`, or by blocks, for each key's sum or another mask."""
     kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if layer.awaiting not in (None, key.shape[2]):
         raise RuntimeError(
             f"{type(module).__name__} attends to {key.shape[2]} keys where its layer handed out {layer.awaiting}: it "
             "attends in a way of its own, which a policy that reads attention cannot follow. Report the model"
         )
-    received = None
-    if layer.watch.mass:
+    received, shown = None, layer.mask()
+    if layer.watch.mass and shown is None and layer.last_alone():
+        output = own(module, query, key, value, mask)[0]
+        last = None if mask is None else mask[..., -1:, :]
+        received = attention(query[:, :, -1:], key, value, last, kernel, None, layer.heads(key), layer.watch.group)[1]
+    elif layer.watch.mass or shown is not None:
+        mask = mask if shown is None else shown
         weights, heads = layer.weights(), layer.heads(key)
         output, received = attention(query, key, value, mask, kernel, weights, heads, layer.watch.group)
         output = output.transpose(1, 2).contiguous()
@@ -195,13 +191,19 @@ def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask[..., -key.shape[2] :]
 
 
-class _Anyone:
+class Onlooker:
     """Stands for the layers of a cache when a model is tried: wants sums, and does nothing with them."""
 
     watch, awaiting = Watch(mass=True), None
 
+    def mask(self) -> None:
+        return None
+
     def weights(self) -> None:
         return None
+
+    def last_alone(self) -> bool:
+        return False
 
     def heads(self, key: Tensor) -> int:
         return key.shape[1]

@@ -26,6 +26,7 @@ from sinkcache.policies.streaming import StreamingLLM
 from sinkcache.policy import Policy
 from sinkcache.positions import Rotation
 from sinkcache.probe import Found
+from sinkcache.ragged import RaggedLayer
 from sinkcache.scored import ScoredLayer
 from sinkcache.slots import Slots
 from sinkcache.support import (
@@ -98,7 +99,7 @@ class SinkCache(Announced):
                 'counted inside the cache. Use positions="cache"'
             )
         self.policy, self.positions, self.sliding, self.evict_every = policy, chosen, sliding, evict_every
-        scored = policy.watch().anything or evict_every > 1
+        scored = policy.watch().anything or policy.across_heads or evict_every > 1
         if scored:
             check_watch(model, policy.watch(), self.ordered, [self.rotations[index] for index in bounded])
         self.lanes = Lanes()
@@ -117,13 +118,19 @@ class SinkCache(Announced):
             known = rotation if isinstance(rotation, Rotation) else None
             account, slides = ledgers[repr(each)], layers[index].is_sliding
             if scored:
-                layers[index] = ScoredLayer(account, known, slides, policy, index, chosen == "cache")
+                kind = RaggedLayer if policy.across_heads else ScoredLayer
+                layers[index] = kind(account, known, slides, policy, index, chosen == "cache")
                 layers[index].offloaded = self.offloaded
             else:
                 layers[index] = SinkLayer(account, known, slides)
+        if scored and evict_every == 1 and not policy.watch().own and not policy.across_heads:
+            for ledger in self.ledgers:
+                mine = [each for each in layers if isinstance(each, ScoredLayer) and each.ledger is ledger]
+                for moving in (True, False):  # keys of layers without a rotation do not move
+                    _join([each for each in mine if each.in_cache == moving])
         if len(ledgers) > 1:
             fit(model)
-        self.reads_attention = policy.watch().attention
+        self.reads_attention = policy.watch().attention or policy.across_heads
         if self.reads_attention:
             reveal(model)
         super().__init__(layers=layers)
@@ -238,11 +245,23 @@ class SinkCache(Announced):
         return cache
 
 
+def _join(layers: list[ScoredLayer]) -> None:
+    """Has `layers` decide together."""
+    for layer in layers[1:]:
+        layer.peers = layers[0].peers
+        layer.peers.layers.append(layer)
+
+
 def _checked(policy: Any, positions: Any, sliding: Any, offload: Any, evict_every: Any) -> Positions:
     """The convention to use; raises TypeError or ValueError for what is none of the choices."""
     if not isinstance(policy, Policy):
         given = f"a {type(policy).__name__}" if isinstance(policy, nn.Module) else repr(policy)
         raise TypeError(f"policy must be a Policy object such as StreamingLLM(num_sinks=4), got {given}")
+    if inner := [each for each in _within(policy) if each.across_heads]:
+        raise ValueError(
+            f"heads compete by the policy that the cache is given, not by one within it: put {type(inner[0]).__name__} "
+            f"outermost, got {policy!r}"
+        )
     chosen = cast(Positions, policy.convention if positions is None else positions)
     if chosen not in ("cache", "original"):
         raise ValueError(f'positions must be "cache" or "original", got {chosen!r}')
@@ -253,3 +272,9 @@ def _checked(policy: Any, positions: Any, sliding: Any, offload: Any, evict_ever
     if not isinstance(evict_every, int) or isinstance(evict_every, bool) or evict_every < 1:
         raise ValueError(f"evict_every must be 1 or more tokens, got {evict_every!r}")
     return chosen
+
+
+def _within(policy: Policy) -> list[Policy]:
+    """The policies that `policy` holds, and those that these hold."""
+    held = [each for each in vars(policy).values() if isinstance(each, Policy)]
+    return held + [deeper for each in held for deeper in _within(each)]

@@ -1,7 +1,8 @@
-"""The command line: `python -m sinkcache generate` and `inspect`.
+"""The command line: `python -m sinkcache generate`, `inspect` and `policies`.
 
 A user's mistake is one line on stderr and exit code 2, found before the model is loaded where that is possible. A model
-that `inspect` finds cannot be bounded is exit code 1, Ctrl-C is 130. Standard output carries the result alone.
+that `inspect` finds cannot be bounded is exit code 1, as is a plug-in that cannot be listed; Ctrl-C is 130. Standard
+output carries the result alone.
 """
 
 import argparse
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from sinkcache import SinkCache, __version__
+from sinkcache.book import check_budget
 from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, tokens_of
 from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
 from sinkcache.models import EMBEDDED, load
+from sinkcache.plugins import listing, named
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.policy import Policy
 from sinkcache.report import tables
@@ -59,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_inspect(commands)
+    _add_policies(commands)
     return parser
 
 
@@ -80,15 +84,16 @@ def _add_generate(commands) -> None:
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt itself", default=argparse.SUPPRESS)
     prompt.add_argument("--prompt-file", metavar="FILE", help="a UTF-8 file with it", default=argparse.SUPPRESS)
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
-    parser.add_argument(
-        "--policy", choices=("streaming-llm", "window"), default="streaming-llm", help="what is evicted"
-    )
+    parser.add_argument("--policy", metavar="POLICY", default="streaming-llm", help=(
+        "what is evicted: streaming-llm, window, or any of `policies`, such as \"H2O(recent=64)\""))  # fmt: skip
     parser.add_argument("--sinks", type=_number(int, 0), metavar="N", default=argparse.SUPPRESS, help=(
         f"first tokens that are never evicted, with streaming-llm (default: {_SINKS})"))  # fmt: skip
     parser.add_argument("--budget", type=_budget, metavar="N", default=1024, help=(
         "tokens a layer holds, sinks included; or a share of the prompt, such as 0.25"))  # fmt: skip
+    parser.add_argument("--evict-every", type=_number(int, 1), metavar="N", default=1, help=(
+        "tokens that a full layer gives up at once"))  # fmt: skip
     parser.add_argument("--positions", choices=("cache", "original"), default=argparse.SUPPRESS, help=(
-        "count positions within the cache or in the stream (default: the policy's own, cache for both)"))  # fmt: skip
+        "count positions within the cache or in the stream (default: the policy's own)"))  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=_number(int, 1), metavar="N", default=256, help="where to stop at last"
     )
@@ -110,6 +115,12 @@ def _add_inspect(commands) -> None:
         "of the text, to measure attention on"))  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.set_defaults(run=_inspect)
+
+
+def _add_policies(commands) -> None:
+    about = "list what --policy takes: fields, what is evicted, what is read, plug-ins"
+    parser = commands.add_parser("policies", help=about, description=f"{about.capitalize()}.")
+    parser.set_defaults(run=_policies)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -160,14 +171,14 @@ def _device(text: str) -> torch.device:
 def _generate(args: argparse.Namespace) -> int:
     policy = _policy(args)
     if isinstance(args.budget, int):
-        policy.check(args.budget)
+        check_budget(policy, args.budget, args.evict_every)
     choose = _chooser(args)
     prompt = from_file(args.prompt_file).text if "prompt_file" in args else args.prompt
     if not prompt:
         raise ValueError("the prompt is empty: give at least one character, with --prompt or --prompt-file")
     model, tokenizer = _load(args)
     input_ids = encode(tokenizer, prompt, args.chat).to(model.device)
-    cache = SinkCache(model, policy, args.budget, getattr(args, "positions", None))
+    cache = SinkCache(model, policy, args.budget, getattr(args, "positions", None), evict_every=args.evict_every)
     stops, code = stop_tokens(model, tokenizer), 0
     with Status(cache) as status:
         try:
@@ -186,8 +197,8 @@ def _policy(args: argparse.Namespace) -> Policy:
     if args.policy == "streaming-llm":
         return StreamingLLM(num_sinks=getattr(args, "sinks", _SINKS))
     if "sinks" in args:
-        raise ValueError(f"--sinks {args.sinks} is for --policy streaming-llm, and window keeps none: leave it out")
-    return Window()
+        raise ValueError(f"--sinks {args.sinks} is for --policy streaming-llm: others have fields, H2O(num_sinks=4)")
+    return Window() if args.policy == "window" else named(args.policy)
 
 
 def _chooser(args: argparse.Namespace) -> Callable[[Tensor], int]:
@@ -228,3 +239,11 @@ def _inspect(args: argparse.Namespace) -> int:
         for table in tables(found):
             console.print(table, markup=False)
     return 0
+
+
+def _policies(args: argparse.Namespace) -> int:
+    text, wrong = listing(min(Console().width, 120))
+    print(text, end="")  # noqa: T201
+    for each in wrong:
+        print("sinkcache:", " ".join(each.split()), file=sys.stderr)  # noqa: T201
+    return 1 if wrong else 0

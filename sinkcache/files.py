@@ -162,8 +162,8 @@ def _pack_layer(layer: Any, name: str, tensors: dict[str, Tensor]) -> dict[str, 
     parts = {}
     for part in ("store", "recent", "moments"):
         if (value := getattr(layer, part, None)) is not None:
-            held = (2, max(book.held for book in layer.ledger.books)) if part == "store" else None
-            parts[part] = pack_fields(value, f"{name}.{part}", tensors, held)
+            held = getattr(layer, "in_use", max(book.held for book in layer.ledger.books))
+            parts[part] = pack_fields(value, f"{name}.{part}", tensors, (2, held) if part == "store" else None)
     return {"type": type(layer).__name__, "fields": pack_fields(layer, name, tensors), "parts": parts}
 
 

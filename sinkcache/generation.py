@@ -113,7 +113,7 @@ class Status:
         rate = self.generated / max(time.monotonic() - self.started, 1e-9)
         return (
             f"{self.generated:,} tokens generated, {rate:.1f} tokens/s; {self.cache.seen:,} seen, "
-            f"{self.cache.slots.held:,} held in {self.cache.nbytes / 2**20:.1f} MiB"
+            f"{max(each.books[0].held for each in self.cache.ledgers):,} held in {self.cache.nbytes / 2**20:.1f} MiB"
         )
 
     def say(self, text: str) -> None:

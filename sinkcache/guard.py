@@ -7,6 +7,7 @@ goes through untouched.
 """
 
 import inspect
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
+_SHOWN = threading.local()  # who the attention computed next is shown to, and who after that
 _ARGUMENTS: WeakKeyDictionary[nn.Module, tuple[int, tuple[str, ...]]] = WeakKeyDictionary()
 
 
@@ -66,7 +68,25 @@ def guard(model: nn.Module) -> None:
     model.register_forward_hook(_after, with_kwargs=True)
 
 
+def show_to(layer: Any) -> None:
+    """Has the attention that is computed next shown to `layer`, which has just handed out the keys for it."""
+    _SHOWN.next = layer
+
+
+def show_all_to(layer: Any) -> None:
+    """Has every attention shown to `layer` that is not shown to another; None: to nobody."""
+    _SHOWN.next = _SHOWN.all = layer
+
+
+@uncompiled
+def shown_to() -> Any:
+    """Who the attention that is about to be computed is shown to; None: nobody. It counts as shown."""
+    layer, _SHOWN.next = getattr(_SHOWN, "next", None), getattr(_SHOWN, "all", None)
+    return layer
+
+
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
+    shown_to()  # whoever a pass that died was to be shown to is no longer waiting
     given = _named(model, args, kwargs)
     cache = _cache(given)
     if cache is None:

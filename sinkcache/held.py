@@ -80,12 +80,12 @@ class Held(Cache):
                 )
         if gone and any(book.seen - gone < book.shift for book in self.ledgers[0].books):
             self.rebase(0)  # the model's positions would be negative
-        super().crop(-gone)
-        self._before = None  # whatever a pass that failed has left, it is taken back or was nothing
         if gone:
             real = self.lanes.crop(gone)
             for ledger in self.ledgers:
                 ledger.crop(gone, real)
+        super().crop(-gone)
+        self._before = None  # whatever a pass that failed has left, it is taken back or was nothing
 
     def rebase(self, shifts: int | Sequence[int]) -> None:
         """From the next step on, the model's positions are the stream's minus the shift; stored keys are moved to fit.

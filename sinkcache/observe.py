@@ -30,20 +30,21 @@ class Kernel:
         shown: Tensor | None,
     ) -> Float[Tensor, "batch num_kv_heads group q_len kv_len"]:
         """Of each query over all keys, in float32 at least; `shown` is a mask, boolean or to add, `[batch, 1 or
-        num_heads or num_kv_heads, q_len, kv_len]`."""
+        num_heads or num_kv_heads, q_len, kv_len]`, or of the last keys alone, all before being visible."""
         heads, group = keys.shape[1], queries.shape[1] // keys.shape[1]
         split = queries.unflatten(1, (heads, group))
         logits = torch.matmul(split.flatten(2, 3), keys.transpose(-1, -2)).unflatten(2, split.shape[2:4])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * self.scaling
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).mul_(self.scaling)
         if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
+            logits = torch.tanh(logits / self.softcap).mul_(self.softcap)
         if shown is not None:
             by_head = shown.shape[1] == queries.shape[1] > 1 and group > 1
             mask = shown.unflatten(1, (heads, group)) if by_head else shown[:, :, None]
+            newest = logits[..., logits.shape[-1] - mask.shape[-1] :]  # a mask of fewer keys is that of the last
             if mask.dtype == torch.bool:
-                logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+                newest.masked_fill_(~mask, torch.finfo(logits.dtype).min)
             else:
-                logits = logits + mask
+                newest.add_(mask)
         if self.sinks is None:
             return logits.softmax(dim=-1)
         sinks = self.sinks.to(logits.dtype).reshape(1, heads, group, 1, 1).expand(*logits.shape[:-1], 1)
@@ -66,6 +67,9 @@ def attention(
     `heads` (by default of the keys) count by their mean, or by the greatest with `group="max"`.
     """
     q_len, kv_len, heads = queries.shape[2], keys.shape[2], heads or keys.shape[1]
+    plain = kernel.softcap is None and kernel.sinks is None and mask is None and weights is None
+    if q_len == 1 and plain and heads == keys.shape[1] and group == "mean":
+        return _decoded(queries, keys, values, kernel.scaling)
     outputs, received = [], None
     for start in range(0, q_len, _BLOCK):
         block = queries[:, :, start : start + _BLOCK]
@@ -74,8 +78,7 @@ def attention(
             shown = mask[..., start : start + _BLOCK, :]
         elif q_len > 1:
             upto = kv_len - q_len + start + block.shape[2]
-            shown = torch.ones(block.shape[2], upto, dtype=torch.bool, device=keys.device)
-            shown = shown.tril(upto - block.shape[2])[None, None]
+            shown = torch.ones(block.shape[2], block.shape[2], dtype=torch.bool, device=keys.device).tril()[None, None]
         probabilities = kernel.probabilities(block, keys[:, :, :upto], shown)
         spread = torch.matmul(probabilities.to(values.dtype).flatten(2, 3), values[:, :, :upto])
         outputs.append(spread.unflatten(2, probabilities.shape[2:4]).flatten(1, 2))
@@ -110,6 +113,17 @@ def from_recent(
         merged = probabilities.mean(dim=1) if watch.group == "mean" else probabilities.amax(dim=1)
         received.append(merged.sum(dim=1) if watch.reduce == "sum" else merged.amax(dim=1))
     return torch.stack(received, dim=1)
+
+
+def _decoded(queries: Tensor, keys: Tensor, values: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """One query's attention in as few calls as there can be; all in place but the products."""
+    (batch, num_heads, _, dim), heads = queries.shape, keys.shape[1]
+    grouped = queries.reshape(batch, heads, num_heads // heads, dim)
+    logits = torch.matmul(grouped, keys.transpose(2, 3))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    probabilities = logits.to(wide).mul_(scaling).softmax(dim=-1)
+    spread = torch.matmul(probabilities.to(values.dtype), values)
+    return spread.reshape(batch, num_heads, 1, values.shape[-1]), probabilities.mean(dim=2)
 
 
 def _at_or_before(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 import sinkcache.policies
-from sinkcache.packing import pack
+from sinkcache.packing import pack, unpack
+from sinkcache.plugins import found, qualified
 from sinkcache.policy import Policy
 
 _VOLATILE = {  # of a config: how it was loaded, and what does not change a key
@@ -91,35 +92,76 @@ def pack_policy(policy: Policy) -> dict[str, Any]:
         value = getattr(policy, each.name)
         inner = isinstance(value, Policy)
         packed[each.name] = {"policy": pack_policy(value)} if inner else pack(value, f"policy.{each.name}", None)
-    return {"class": _qualified(type(policy)), "fields": packed}
+    return {"class": qualified(type(policy)), "fields": packed}
 
 
 def policy_of(path: str, saved: dict[str, Any], given: Policy | None) -> Policy:
-    """The policy of a file: `given` if it is that, or one of `sinkcache.policies`; raises ValueError if neither."""
-    kinds = [getattr(sinkcache.policies, name) for name in sinkcache.policies.__all__]
-    ours = {_qualified(kind): kind for kind in kinds}
-    name = saved["class"].rpartition(".")[2]
-    told = f"{name}({', '.join(f'{k}={v!r}' for k, v in saved['fields'].items())})"
+    """The policy of a file: `given` if it is that, or made of classes that `sinkcache.plugins` knows.
+
+    Of plug-ins, those are imported whose names the file has. Raises ValueError if it is neither.
+    """
+    told = f"{path} was saved with the policy {_written(saved)}"
     if given is not None:
-        packed = pack_policy(given) if isinstance(given, Policy) else {"class": "", "fields": {}}
-        alike = packed["class"] == saved["class"]
-        if saved["class"] not in ours and packed["class"] not in ours:  # a script's __main__ may be imported elsewhere
-            alike = packed["class"].rpartition(".")[2] == name
-        if not alike or packed["fields"] != saved["fields"]:
-            raise ValueError(f"{path} was saved with the policy {told}, got {given!r}: give the same, or leave it out")
+        if not isinstance(given, Policy) or not _alike(saved, pack_policy(given)):
+            raise ValueError(f"{told}, got {given!r}: give the same, or leave it out")
         return given
-    nested = any(isinstance(value, dict) for value in saved["fields"].values())
-    known = {each.name for each in fields(ours[saved["class"]])} if saved["class"] in ours else set()
-    if saved["class"] not in ours or nested or not saved["fields"].keys() <= known:
+    try:
+        return _made(saved)
+    except LookupError as error:
         raise ValueError(
-            f"{path} was saved with the policy {told} ({saved['class']}), which is not one of sinkcache.policies: give "
-            "it, load(path, model, policy=...)"
-        )
-    return ours[saved["class"]](**saved["fields"])
+            f"{told} ({error.args[0]}), which is not one of sinkcache.policies or of an installed plug-in: give it, "
+            "load(path, model, policy=...)"
+        ) from None
+    except (TypeError, ValueError) as error:  # of a plug-in that cannot be imported, or is no longer what it was
+        raise ValueError(f"{told}, which cannot be made: {error}; or give it, load(path, model, policy=...)") from error
 
 
-def _qualified(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
+def _written(saved: dict[str, Any]) -> str:
+    """A policy of a file as Python writes it."""
+    values = ((name, _written(value["policy"]) if _nested(value) else repr(value)) for name, value in _items(saved))
+    return f"{_last(saved)}({', '.join(f'{name}={value}' for name, value in values)})"
+
+
+def _alike(saved: dict[str, Any], packed: dict[str, Any]) -> bool:
+    """Whether both are the same policy; a class of a script is known by its name, `__main__` is elsewhere imported."""
+    ours = {qualified(getattr(sinkcache.policies, name)) for name in sinkcache.policies.__all__}
+    same = packed["class"] == saved["class"]
+    if saved["class"] not in ours and packed["class"] not in ours:
+        same = _last(packed) == _last(saved)
+    others = packed["fields"]
+    return same and others.keys() == saved["fields"].keys() and all(
+        _alike(value["policy"], others[name]["policy"]) if _nested(value) and _nested(others[name])
+        else value == others[name]
+        for name, value in _items(saved)
+    )  # fmt: skip
+
+
+def _made(saved: dict[str, Any]) -> Policy:
+    """Raises LookupError with a class that is not found, or whose fields are others; else what the class raises."""
+    kind = found(saved["class"])
+    known = {} if kind is None else {each.name: each.init for each in fields(kind)}
+    if kind is None or not saved["fields"].keys() <= known.keys():
+        raise LookupError(saved["class"])
+    cpu = torch.device("cpu")
+    values = {
+        name: _made(value["policy"]) if _nested(value) else unpack(value, {}, cpu) for name, value in _items(saved)
+    }
+    made = kind(**{name: value for name, value in values.items() if known[name]})
+    if any(getattr(made, name) != value for name, value in values.items()):
+        raise LookupError(saved["class"])
+    return made
+
+
+def _nested(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"policy"}
+
+
+def _items(saved: dict[str, Any]) -> Any:
+    return saved["fields"].items()
+
+
+def _last(saved: dict[str, Any]) -> str:
+    return saved["class"].rpartition(".")[2]
 
 
 def _lasting(config: Any) -> Any:

@@ -17,9 +17,21 @@ _TRANSIENT = {  # of these classes, what a cache that is built anew has already,
     "Slots": {"policy"},
     "Tally": {"policy"},
     "SinkLayer": {"ledger", "rotation", "store", "device"},
-    "ScoredLayer": {"ledger", "rotation", "store", "device", "policy", "watch", "recent", "moments", "_under_way"},
+    "ScoredLayer": {
+        "ledger",
+        "rotation",
+        "store",
+        "device",
+        "policy",
+        "watch",
+        "recent",
+        "moments",
+        "_under_way",
+        "peers",
+    },
     "Store": {"_turning"},
 }
+_TRANSIENT["RaggedLayer"] = _TRANSIENT["ScoredLayer"]
 
 
 def lasting(target: Any) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
-from sinkcache.attention import show_to
 from sinkcache.bounded import BoundedLayer
-from sinkcache.guard import Guarded, uncompiled
+from sinkcache.guard import Guarded, show_to, uncompiled
 from sinkcache.held import Held
 from sinkcache.padding import check_padding, check_told
 from sinkcache.positions import same
+from sinkcache.ragged import RaggedLayer
 from sinkcache.scored import ScoredLayer
 from sinkcache.support import rotations_of
 
@@ -162,6 +162,11 @@ class Announced(Held, Guarded):
         if isinstance(mask, Tensor) and mask.ndim == 4:
             if lanes.padded:
                 raise ValueError("a padded batch takes an attention_mask of shape [batch, tokens], not one of 4 axes")
+            if any(isinstance(layer, RaggedLayer) for layer in self.layers):
+                raise ValueError(
+                    "an attention_mask of 4 axes says nothing of heads that hold different tokens: leave it out, or "
+                    "pass one of shape [batch, tokens]"
+                )
             if mask.shape[-1] != (width := self.kept_before(q_len) + q_len):
                 raise ValueError(
                     f"attention_mask is {mask.shape[-1]} keys wide, but {width} will be attended to: the tokens held "

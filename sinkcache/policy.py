@@ -21,12 +21,13 @@ class Watch:
     """What a policy reads of each token beside its position; what it does not ask for is neither computed nor stored.
 
     `mass`: the attention a token has received since it was read, itself included, summed over queries; each query
-    counts `decay` times the one after it.
+    counts `decay` times the one after it; 0: the last query alone.
     `window`: the attention it receives from the newest `window` queries, over the tokens held now; `reduce` says
     whether their sum or the greatest of them.
     `group`: of the query heads that share a key head, the mean probability of each query, or the greatest.
     `keys`, `values`: what is stored of a token, keys as the next query reads them.
     `queries`: the mean and covariance of all queries from stream position `skip` on, before their rotation.
+    `layer`: which layer it is that asks; else layers may ask at once, as rows of one batch.
     """
 
     mass: bool = False
@@ -38,10 +39,11 @@ class Watch:
     values: bool = False
     queries: bool = False
     skip: int = 0
+    layer: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 < self.decay <= 1:
-            raise ValueError(f"decay must be in (0, 1], got {self.decay}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         for name in ("window", "skip"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} must be 0 or more, got {value}")
@@ -56,7 +58,12 @@ class Watch:
     @property
     def anything(self) -> bool:
         """Whether a policy reads more than positions, so that each layer, row and head decides for itself."""
-        return self.attention or self.keys or self.values
+        return self.attention or self.own
+
+    @property
+    def own(self) -> bool:
+        """Whether a policy reads what each layer has for itself, so that layers cannot ask at once."""
+        return self.window > 0 or self.queries or self.keys or self.values or self.layer
 
 
 @dataclass(frozen=True)
@@ -135,9 +142,12 @@ class Policy(ABC):
     """An eviction policy; write your own by subclassing it with `@dataclass(frozen=True)` and one `score`.
 
     `convention` is the position convention ("cache" or "original") a cache uses unless it is told another.
+    `across_heads`: the heads of a layer compete, so scores must mean the same in all of them; such a policy has a field
+    `floor`, the share of its budget that each head keeps in any case.
     """
 
     convention: ClassVar[str] = "original"
+    across_heads: ClassVar[bool] = False
 
     @abstractmethod
     def score(self, entries: Entries) -> Float[Tensor, "batch num_kv_heads kv_len"]:
@@ -173,16 +183,12 @@ def ranked(
 
 
 def weakest(scores: Float[Tensor, "*heads kv_len"], positions: Int[Tensor, "*heads kv_len"]) -> Int[Tensor, "*heads"]:
-    """The index of the one token that `keep` would not keep if all others stay: of equal scores, the oldest.
-
-    Raises ValueError if a score is NaN.
-    """
-    check_scores(scores)
+    """The index of the one token that `keep` would not keep if all others stay: of equal scores, the oldest."""
     lowest = scores.amin(dim=-1, keepdim=True)
     return positions.masked_fill(scores != lowest, torch.iinfo(positions.dtype).max).argmin(dim=-1)
 
 
 def check_scores(scores: Tensor) -> None:
-    """Raises ValueError if a score is NaN; on other devices than the CPU this is not looked at in decoding steps."""
+    """Raises ValueError if a score is NaN."""
     if scores.isnan().any():
         raise ValueError("a policy scored NaN: scores must be comparable, use -inf for what should go first")

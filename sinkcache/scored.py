@@ -14,13 +14,12 @@ from torch import Tensor
 
 from sinkcache.bounded import BoundedLayer
 from sinkcache.observe import Kernel, from_recent
-from sinkcache.policy import Entries, Policy, Queries, check_scores, ranked, weakest
+from sinkcache.peers import EMPTY, Peers
+from sinkcache.policy import Entries, Policy, Queries, check_scores, ranked
 from sinkcache.positions import Rotation
 from sinkcache.queries import Moments, Recent, turned
 from sinkcache.store import Store
 from sinkcache.tally import Counts, Tallies
-
-_EMPTY = {"positions": -1, "mass": 0, "moves": 0, "frames": 0, "applied": 0}  # what a slot without a token says
 
 
 @dataclass
@@ -39,6 +38,7 @@ class ScoredLayer(BoundedLayer):
     """
 
     ledger: Tallies
+    ragged = False  # heads of a row may hold different numbers of tokens
 
     def __init__(
         self,
@@ -53,6 +53,7 @@ class ScoredLayer(BoundedLayer):
         self.policy, self.index, self.in_cache = policy, index, in_cache and rotation is not None
         self.watch = policy.watch()
         self.offloaded = False
+        self.peers = Peers([self])  # who decides with it; the cache puts layers together that can
         self._clear()
 
     @property
@@ -83,7 +84,7 @@ class ScoredLayer(BoundedLayer):
             if self.watch.mass:
                 self.fields["mass"] = torch.zeros(shape, dtype=wide, device=self.device)
         if self.in_cache:
-            self._track_moves()
+            self.track_moves()
 
     def observe(
         self,
@@ -107,6 +108,17 @@ class ScoredLayer(BoundedLayer):
     def heads(self, key: Tensor) -> int:
         """How many key heads the layer holds; of latent attention one, however many are attended to."""
         return key.shape[1] if self.store is None else self.store.keys.shape[1]
+
+    def mask(self) -> Tensor | None:
+        """The mask of the step under way, if it is not the model's own."""
+        return None
+
+    def last_alone(self) -> bool:
+        """Whether of several queries of the step under way the last is all that counts."""
+        assert self._under_way is not None
+        step = self._under_way[0]
+        all_end = step.real is None or bool(step.real[:, -1].all())
+        return self.watch.decay == 0 and step.q_len > 1 and all_end
 
     def weights(self) -> Float[Tensor, "rows q_len"] | None:
         """How much each query of the step under way counts, by the decay and by whether it is a pad; None: all 1."""
@@ -140,12 +152,20 @@ class ScoredLayer(BoundedLayer):
     def rebase(self) -> None:
         """Has keys and queries turned, before the next read, to where the ledger's frame now is."""
         if self.store is not None:
-            self._track_moves()
-            self._restless = True
+            self.track_moves()
+            self.restless = True
+
+    def track_moves(self) -> None:
+        """From now on notes for each token by how much its key is, and is to be, turned."""
+        if self.fields and "moves" not in self.fields:
+            with torch.inference_mode(False):
+                for name in ("moves", "frames", "applied"):
+                    self.fields[name] = torch.zeros_like(self.fields["positions"], dtype=torch.int64)
 
     def reset(self) -> None:
         """Frees the buffers and forgets the stream."""
         super().reset()
+        self.peers.forget()
         self._clear()
 
     def rows(self, chosen: Int[Tensor, " batch"]) -> None:
@@ -174,12 +194,15 @@ class ScoredLayer(BoundedLayer):
         self.moments: Moments | None = None
         self.scaling, self.softcap, self.sinks = 1.0, None, None  # the model's own, from its first step on
         self.held, self.new = 0, 1  # slots in use in the longest row, columns of the last step
-        self._restless = False  # some key may have to be turned before the next read
+        self.restless = False  # some key may have to be turned before the next read
         self._under_way: tuple[Counts, _Joined | None] | None = None
 
     def _read(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         joined = None
-        if self._restless and self.held:
+        if not isinstance(step.shift, int) or step.shift != 0:
+            for layer in self.peers.layers:
+                layer.track_moves()
+        if self.restless and self.held:
             self._turn(store, self.held, step)  # before anything is scored
         if step.q_len == 1 and step.real is None:
             self._take_in(store, step, keys, values)
@@ -194,35 +217,21 @@ class ScoredLayer(BoundedLayer):
 
     def _take_in(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> None:
         """Puts each row's one new token into a free slot, or into that of the token it evicts."""
-        slots: int | Tensor = step.on("kept", self.device)
         if step.trims and self.ledger.books[0].every > 1:
             self._compact(store, step)
-        elif step.trims:
-            fields = self._slots(self.held)
-            scores = self._scores(store.read(self.held), fields, step)
-            if not isinstance(step.held, int):
-                scores = scores.masked_fill(fields["positions"] < 0, torch.inf)  # no room is made by what is not there
-            victims = weakest(scores, fields["positions"])[..., None]
-            if self.in_cache:
-                older = fields["positions"] < fields["positions"].gather(-1, victims)
-                fields["moves"] += older if isinstance(step.held, int) else older & self._trimmed(step)
-                self._restless = True
-            slots = victims if isinstance(slots, int) else torch.where(self._trimmed(step), victims, slots)
+        slots, places = self.peers.room(self, step)
         if isinstance(slots, int):
             store.write(slice(slots, slots + 1), keys, values)
         else:
-            slots = slots.expand(*keys.shape[:2], 1)
-            store.put(slots, keys, values)
-        new = {"positions": step.on("seen", self.device), "frames": step.on("shift", self.device)}
-        for name, field in self.fields.items():
-            _fill(field, slots, new.get(name, _EMPTY[name]))
-        if self._restless:
+            assert places is not None
+            store.put(places, keys, values)
+        if self.restless:
             self._turn(store, step.most + 1, step)
 
     def _join(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> _Joined:
         if step.trims:
             self._compact(store, step)
-        if self._restless and step.most:
+        if self.restless and step.most:
             self._turn(store, step.most, step)
         old = self._slots(step.most)
         seen, shift = step.on("seen", self.device), step.on("shift", self.device)
@@ -257,7 +266,7 @@ class ScoredLayer(BoundedLayer):
             seen = step.on("seen", self.device) + step.on("new", self.device)
             positions = joined.fields["positions"]
             if step.reduces:
-                scores = self._scores((joined.keys, joined.values), joined.fields, step, seen)
+                scores = self.scores((joined.keys, joined.values), joined.fields, step, seen=seen)
                 scores = scores.masked_fill(positions == seen - 1, torch.inf)  # the newest has had one query, its own
             else:
                 scores = positions.float()
@@ -271,9 +280,7 @@ class ScoredLayer(BoundedLayer):
         """Trims what is held, each row to what the step's queries see."""
         fields = self._slots(self.held)
         held = store.read(self.held)
-        best = self._best(
-            self._scores(held, fields, step), fields["positions"], step.most, step.on("kept", self.device)
-        )
+        best = self._best(self.scores(held, fields, step), fields["positions"], step.most, step.on("kept", self.device))
         self._replace(store, *held, fields, best, step.on("seen", self.device), most=self.held)
 
     def _best(self, scores: Tensor, positions: Tensor, longest: int, counts: int | Tensor) -> Tensor:
@@ -305,20 +312,29 @@ class ScoredLayer(BoundedLayer):
         keys, values = _rows(keys, index), _rows(values, index)
         store.write(slice(0, kept), keys, values)
         for name, field in self.fields.items():
-            field[..., :kept] = fields[name].gather(-1, index).masked_fill(none, _EMPTY[name])
-            field[..., kept:] = _EMPTY[name]
+            field[..., :kept] = fields[name].gather(-1, index).masked_fill(none, EMPTY[name])
+            field[..., kept:] = EMPTY[name]
         if self.in_cache:
             positions = self._slots(kept)["positions"]
             younger = kept - 1 - positions.argsort(dim=-1).argsort(dim=-1)
             self._slots(kept)["moves"].copy_((seen - 1 - positions - younger).masked_fill(none, 0))
-            self._restless = True
+            self.restless = True
 
-    def _scores(
-        self, held: tuple[Tensor, Tensor], fields: dict[str, Tensor], step: Counts, seen: int | Tensor | None = None
+    def scores(
+        self,
+        held: tuple[Tensor, Tensor],
+        fields: dict[str, Tensor],
+        step: Counts,
+        layers: int = 1,
+        seen: int | Tensor | None = None,
     ) -> Float[Tensor, "batch num_kv_heads kv_len"]:
-        """What the policy makes of entries, before the step or, with what has been `seen` by then, after it."""
+        """What the policy makes of entries, before the step or, with what has been `seen` by then, after it.
+
+        `fields` may be those of several `layers`, whose rows then follow one another.
+        """
         new = self.new if seen is None else step.q_len
         seen = step.on("seen", self.device) if seen is None else seen
+        seen = seen if isinstance(seen, int) else seen.repeat(layers, 1, 1)
         entries = Entries(fields["positions"], seen, new, self.index, self._told(*held, fields, step, seen))
         scores = self.policy.score(entries)
         if not isinstance(scores, Tensor):
@@ -332,9 +348,10 @@ class ScoredLayer(BoundedLayer):
             )
         if not scores.is_floating_point():
             scores = scores.float()
+        whole = isinstance(step.held, int) and not self.ragged  # there is a token in every slot
         if scores.device.type == "cpu" or step.q_len > 1:  # elsewhere each decoding step would wait for the device
-            check_scores(scores.masked_fill(~entries.valid, 0))
-        return scores if isinstance(step.held, int) else scores.masked_fill(~entries.valid, -torch.inf)
+            check_scores(scores if whole else scores.masked_fill(~entries.valid, 0))
+        return scores if whole else scores.masked_fill(~entries.valid, -torch.inf)
 
     def _told(
         self, keys: Tensor, values: Tensor, fields: dict[str, Tensor], step: Counts, seen: int | Tensor
@@ -369,7 +386,7 @@ class ScoredLayer(BoundedLayer):
 
     def _turn(self, store: Store, length: int, step: Counts) -> None:
         """Has every key read where it belongs: as far from where it arrived as tokens younger than it are gone."""
-        self._restless = False
+        self.restless = False
         if self.rotation is None:
             return
         fields = self._slots(length)
@@ -402,18 +419,6 @@ class ScoredLayer(BoundedLayer):
             return self.watch.decay**step.q_len
         return (self.watch.decay ** step.real.sum(dim=1).double())[:, None, None].to(self.fields["mass"])
 
-    def _trimmed(self, step: Counts) -> Tensor:
-        held, kept = step.on("held", self.device), step.on("kept", self.device)
-        assert isinstance(held, Tensor)
-        return held > kept
-
-    def _track_moves(self) -> None:
-        """From now on notes for each token by how much its key is, and is to be, turned."""
-        if "moves" not in self.fields:
-            with torch.inference_mode(False):
-                for name in ("moves", "frames", "applied"):
-                    self.fields[name] = torch.zeros_like(self.fields["positions"], dtype=torch.int64)
-
     def _slots(self, length: int) -> dict[str, Tensor]:
         return {name: field[..., :length] for name, field in self.fields.items()}
 
@@ -423,7 +428,7 @@ class ScoredLayer(BoundedLayer):
         if more > 0:
             with torch.inference_mode(False):
                 for name, field in self.fields.items():
-                    self.fields[name] = torch.nn.functional.pad(field, (0, more), value=_EMPTY[name])
+                    self.fields[name] = torch.nn.functional.pad(field, (0, more), value=EMPTY[name])
 
     def _move(self, device: torch.device) -> None:
         super()._move(device)
@@ -431,6 +436,7 @@ class ScoredLayer(BoundedLayer):
 
     def _each(self, change: Any) -> None:
         """Puts `change` of each tensor that is beside the store in its place."""
+        self.peers.forget()
         with torch.inference_mode(False):
             self.fields = {name: change(field) for name, field in self.fields.items()}
             for part in (self.recent, self.moments):
@@ -443,13 +449,3 @@ def _rows(buffer: Tensor, index: Int[Tensor, "batch num_kv_heads kept"]) -> Tens
     batch, heads, length, dim = buffer.shape
     first = torch.arange(batch * heads, device=buffer.device).reshape(batch, heads, 1) * length
     return buffer.reshape(-1, dim).index_select(0, (index + first).flatten()).reshape(batch, heads, -1, dim)
-
-
-def _fill(field: Tensor, slots: int | Tensor, value: int | Tensor) -> None:
-    """Writes `value`, of all rows or `[batch, 1, 1]`, into `slots` of each row and head."""
-    if isinstance(slots, int):
-        field[..., slots : slots + 1] = value
-    elif isinstance(value, int):
-        field.scatter_(-1, slots, value)
-    else:
-        field.scatter_(-1, slots, value.to(field.dtype).expand(slots.shape))

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkcache.book import Book
-from sinkcache.policy import Entries, Policy, keep, weakest
+from sinkcache.policy import Entries, Policy, check_scores, keep, weakest
 from sinkcache.step import Step, Turns
 from sinkcache.store import Index
 
@@ -37,6 +37,7 @@ class Slots(Book):
     def reset(self) -> None:
         """Back to an empty stream."""
         self._restless = False  # some key may have to be turned before the next read
+        self._new = 1  # tokens of the last step
         super().reset()
 
     def kept(self) -> Int[Tensor, " kept"]:
@@ -72,7 +73,7 @@ class Slots(Book):
             in_place = False
         self._applied[targets] = 0
         self._frame[targets] = self.shift
-        self.seen, self.held = start + q_len, min(kept + q_len, self.capacity)
+        self.seen, self.held, self._new = start + q_len, min(kept + q_len, self.capacity), q_len
         self._torn = False
         return Step(start, q_len, held, dropped, turns, targets, sources, self.held, in_place, order)
 
@@ -134,8 +135,8 @@ class Slots(Book):
         order = self.positions[: self.held].argsort()
         return order if dropped is None else order[order != dropped]
 
-    def _score(self, positions: Int[Tensor, " kv_len"], seen: int) -> Tensor:
-        entries = Entries(positions[None, None].clone(), seen)  # a policy may do with it what it likes
+    def _score(self, positions: Int[Tensor, " kv_len"], seen: int, new: int) -> Tensor:
+        entries = Entries(positions[None, None].clone(), seen, new)  # a policy may do with it what it likes
         scores = self.policy.score(entries)
         if not isinstance(scores, Tensor):
             raise ValueError(
@@ -150,7 +151,9 @@ class Slots(Book):
 
     def _weakest(self) -> int:
         held = self.positions[: self.held]
-        return int(weakest(self._score(held, self.seen)[0, 0], held))
+        scores = self._score(held, self.seen, self._new)
+        check_scores(scores)
+        return int(weakest(scores[0, 0], held))
 
     def _reduce(self, dropped: int | None, q_len: int) -> tuple[Index, Index]:
         assert self.capacity is not None
@@ -159,7 +162,7 @@ class Slots(Book):
             stays[dropped] = False
         old = stays.nonzero()[:, 0]
         everyone = torch.cat([self.positions[old], torch.arange(self.seen, self.seen + q_len)])
-        scores = self._score(everyone, self.seen + q_len)
+        scores = self._score(everyone, self.seen + q_len, q_len)
         best = keep(scores[..., :-1], everyone[None, None, :-1], self.capacity - 1)[0, 0]
         survives = torch.zeros(len(everyone), dtype=torch.bool)
         survives[best] = survives[-1] = True  # the newest stays, of use to nobody yet

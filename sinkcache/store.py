@@ -70,16 +70,13 @@ class Store:
 
     def put(
         self,
-        slots: Int[Tensor, "batch num_kv_heads written"],
-        keys: Float[Tensor, "batch num_kv_heads written head_dim"],
-        values: Float[Tensor, "batch num_kv_heads written value_dim"],
+        places: Int[Tensor, " written"],
+        keys: Float[Tensor, "batch num_kv_heads q_len head_dim"],
+        values: Float[Tensor, "batch num_kv_heads q_len value_dim"],
     ) -> None:
-        """Overwrites slots that are not the same in each row and head."""
-        batch, heads, capacity = self.keys.shape[:3]
-        first = torch.arange(batch * heads, device=slots.device).reshape(batch, heads, 1) * capacity
-        flat = (slots + first).flatten()
+        """Overwrites `places`, slots counted through all rows and heads, with as many tokens."""
         for buffer, new in ((self.keys, keys), (self.values, values)):
-            buffer.view(-1, buffer.shape[-1]).index_copy_(0, flat, new.reshape(-1, new.shape[-1]))
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, places, new.reshape(-1, new.shape[-1]))
 
     def joined(
         self,

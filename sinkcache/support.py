@@ -98,7 +98,7 @@ def check_watch(model: Any, watch: Watch, ordered: bool, rotations: list[Any]) -
     if latent and (watch.window or watch.queries or watch.keys or watch.values):
         raise ValueError(
             "keys of latent attention are not stored as they are attended to, so a policy cannot read them, nor what "
-            "the newest queries make of them: use one that reads positions, or the mass of attention (H2O)"
+            "the newest queries make of them: use one that reads positions, or the mass of attention (H2O, TOVA)"
         )
     unknown = [each for each in rotations if isinstance(each, str)]
     if watch.queries and unknown:

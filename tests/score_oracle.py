@@ -88,20 +88,46 @@ def best(scores: dict[int, float], room: int) -> list[int]:
     return sorted(order[:room])
 
 
+def compete(scores: Scores, room: int, least: int) -> list[list[int]]:
+    """Per head the positions that stay when the worst of all heads goes, one by one, until `room` a head are left.
+
+    Of equals the oldest goes, then that of the later head; the best `least` of a head do not go.
+    """
+    left = [sorted(head, key=lambda position: (head[position], position)) for head in scores]  # the worst first
+    while sum(map(len, left)) > room * len(left):
+        worst = [(scores[head][mine[0]], mine[0], -head) for head, mine in enumerate(left) if len(mine) > least]
+        left[-min(worst)[2]].pop(0)
+    return [sorted(mine) for mine in left]
+
+
 def library(
-    stream: Stream, chunks: list[int], budget: int, scorer: Scorer, evict_every: int = 1
+    stream: Stream,
+    chunks: list[int],
+    budget: int,
+    scorer: Scorer,
+    evict_every: int = 1,
+    floor: float | None = None,
 ) -> tuple[list[list[list[int]]], list[Scores]]:
-    """Per step who is held after it, and the scores of every decision; a trim makes room for `evict_every` tokens."""
+    """Per step who is held after it, and the scores of every decision; a trim makes room for `evict_every` tokens.
+
+    `floor`: heads compete, and each keeps that share of its budget.
+    """
+
+    def reduced(scores: Scores, room: int) -> list[list[int]]:
+        if floor is None:
+            return [best(head, room) for head in scores]
+        return compete(scores, room, min(int(floor * budget + 1e-9), room))
+
     kept, decisions = [], []
     for tokens in chunks:
-        if len(stream.held[0]) > budget - 1:
+        if sum(map(len, stream.held)) > (budget - 1) * len(stream.held):
             decisions.append(scorer(stream))
-            stream.held = [best(scores, budget - evict_every) for scores in decisions[-1]]
+            stream.held = reduced(decisions[-1], budget - evict_every)
         read(stream, tokens)
-        if len(stream.held[0]) > budget:
+        if sum(map(len, stream.held)) > budget * len(stream.held):
             decisions.append(scorer(stream))
             newest = {stream.seen - 1: np.inf}
-            stream.held = [best({**_finite(scores), **newest}, budget) for scores in decisions[-1]]
+            stream.held = reduced([{**_finite(scores), **newest} for scores in decisions[-1]], budget)
         kept.append([list(held) for held in stream.held])
     return kept, decisions
 
@@ -206,7 +232,7 @@ def pool(scores: dict[int, float], end: int, kernel: int, pooling: str) -> dict[
 
 def tova(per: str = "layer", num_sinks: int = 0, recent: int = 0) -> Scorer:
     def scorer(stream: Stream) -> Scores:
-        rows = [window(stream, head, 1) for head in range(len(stream.K))]
+        rows = [mass(stream, head, decay=0.0) for head in range(len(stream.K))]
         if per == "layer":
             rows = [{p: sum(row.get(p, 0.0) for row in rows) / len(rows) for p in row} for row in rows]
         return [guarded(row, stream, num_sinks, recent) for row in rows]

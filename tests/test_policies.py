@@ -15,12 +15,16 @@ from torch import Tensor
 
 import sinkcache.policies
 from sinkcache import Entries, Policy, SinkCache, stream
-from sinkcache.policies import H2O, RKV, TOVA, KeyDiff, LagKV, Phases, Protect, SnapKV, StreamingLLM, Window
+from sinkcache.policies import H2O, RKV, TOVA, AdaKV, KeyDiff, LagKV, Phases, Protect, SnapKV, StreamingLLM, Window
 from sinkcache.policy import Queries, keep
 from sinkcache.positions import Rotation
 
 NAMES = sinkcache.policies.__all__
-MADE_OF_OTHERS = {"Phases": lambda: Phases(SnapKV(), KeyDiff()), "Protect": lambda: Protect(KeyDiff())}
+MADE_OF_OTHERS = {
+    "AdaKV": lambda: AdaKV(SnapKV()),
+    "Phases": lambda: Phases(SnapKV(), KeyDiff()),
+    "Protect": lambda: Protect(KeyDiff()),
+}
 POLICIES = [MADE_OF_OTHERS.get(name, getattr(sinkcache.policies, name)) for name in NAMES]
 SMALL = {  # defaults protect all of a few tokens
     "H2O-small": H2O(recent=3, num_sinks=2, half_life=4, reduce="mean"),

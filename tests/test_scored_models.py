@@ -109,9 +109,10 @@ def test_a_config_is_not_shown_attention_but_has_keys(model) -> None:
 
 def test_latent_attention_tells_sums_alone() -> None:
     model = alive("DeepSeek-V3")
-    for policy in (SnapKV(4, 3), TOVA(), ExpectedAttention(4, 2), Knorm()):
+    for policy in (SnapKV(4, 3), ExpectedAttention(4, 2), Knorm()):
         assert "latent attention" in refusal(model, policy)
-    SinkCache(model, H2O(4), 16)
+    for policy in (H2O(4), TOVA()):
+        SinkCache(model, policy, 16)
 
 
 def test_layers_that_share_keys_are_refused() -> None:
@@ -153,3 +154,27 @@ def test_tokens_whose_attention_is_counted_cannot_be_taken_back() -> None:
 @pytest.mark.parametrize("every", [0, True, 2.0, 16, 14])
 def test_how_many_go_at_a_time_is_checked(model, every: Any) -> None:
     assert "evict_every" in refusal(model("llama"), H2O(4), evict_every=every)
+
+
+def test_a_pass_that_died_is_not_shown_what_another_attends_to() -> None:
+    tiny, ids = build("llama"), torch.randint(1, VOCABULARY, (1, 9))
+    cache = SinkCache(tiny, H2O(4), 16)
+    attention: Any = tiny.get_submodule("model.layers.0.self_attn")
+    original = cache.update
+
+    def dies(*args: Any, **kwargs: Any) -> Any:
+        original(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache.update = dies  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            tiny(input_ids=ids, cache=cache)
+        tiny(input_ids=ids, use_cache=False)
+        assert attention.config._attn_implementation == "sinkcache_packed"
+        del cache.update
+        with pytest.raises(RuntimeError, match=re.escape("cache.reset()")):
+            tiny(input_ids=ids, cache=cache)
+        cache.reset()
+        again = tiny(input_ids=ids, cache=cache).logits
+    torch.testing.assert_close(again, tiny(input_ids=ids, use_cache=False).logits, rtol=1e-9, atol=1e-9)

@@ -48,7 +48,7 @@ class Nosy(Policy):
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
 
     def score(self, entries: Entries) -> Float[Tensor, "batch num_kv_heads kv_len"]:
-        self.asked.append((entries.seen, entries.positions[0, 0].tolist()))
+        self.asked.append((int(entries.seen), entries.positions[0, 0].tolist()))
         return torch.zeros(entries.positions.shape)
 
 
