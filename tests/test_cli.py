@@ -13,10 +13,11 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 
-from sinkcache import SinkCache, __version__, cli, generation, inspection
+from sinkcache import SinkCache, __version__, cli, generation, inspection, policies
 from sinkcache.cli import main
 from sinkcache.guard import cache_argument
-from sinkcache.policies import StreamingLLM
+from sinkcache.policies import H2O, KeyDiff, Protect, StreamingLLM, Window
+from sinkcache.policy import Policy
 
 WORDS = [f"w{index}" for index in range(96)]
 PROMPT = " ".join(WORDS[index * 7 % 96] for index in range(40))
@@ -44,11 +45,11 @@ def text(tmp_path_factory) -> str:
     return str(file)
 
 
-def expected(folder: str, new: int, policy: StreamingLLM, budget: int | float) -> str:
+def expected(folder: str, new: int, policy: Policy, budget: int | float, evict_every: int = 1) -> str:
     model: Any = tf.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    cache = SinkCache(model, policy, budget)
+    cache = SinkCache(model, policy, budget, evict_every=evict_every)
     out = model.generate(
         input_ids=inputs.input_ids, max_new_tokens=new, do_sample=False, **{cache_argument(model): cache}
     )
@@ -65,6 +66,45 @@ def test_generates_what_generate_does(llama, capsys, budget):
     assert err.count("\n") == 1
     assert "30 tokens generated" in err
     assert f"69 seen, {number if isinstance(number, int) else math.ceil(number * 40)} held" in err
+
+
+@pytest.mark.parametrize(
+    ("asked", "policy", "evict_every"),
+    [
+        (["--policy", "window"], Window(), 1),
+        (["--policy", "streaming-llm", "--sinks", "6"], StreamingLLM(6), 1),
+        (["--policy", "StreamingLLM(num_sinks=3)"], StreamingLLM(3), 1),
+        (["--policy", "H2O(recent=6)"], H2O(recent=6), 1),
+        (["--policy", "Protect(KeyDiff, num_sinks=1, recent=4)", "--evict-every", "3"], Protect(KeyDiff(), 1, 4), 3),
+    ],
+    ids=["window", "sinks", "named", "h2o", "nested"],
+)
+def test_generates_with_any_policy_by_name(llama, capsys, asked, policy, evict_every):
+    generate = ["generate", "--model", llama, "--prompt", PROMPT, "--budget", "16", "--max-new-tokens", "30"]
+    assert main([*generate, *asked]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(llama, 30, policy, 16, evict_every) + "\n"
+    assert "69 seen, 1" in err
+
+
+def test_policies_are_listed_with_fields_and_what_they_read_in_80_columns(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["policies"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 80
+    for name in policies.__all__:
+        assert f"\n{name}(" in "\n" + out
+    joined = " ".join(out.split())
+    for said in (
+        "H2O(recent=32, num_sinks=0, half_life=None, reduce='sum', group='mean') Evicts the token that has received",
+        "reads attention of all queries; arXiv 2306.14048",
+        "Protect(policy, num_sinks=4, recent=32) Scores as `policy` does",
+        "reads what its policies read",
+        "reads attention of 32 queries; arXiv 2404.14469",
+        "reads positions; arXiv 2309.17453",
+    ):
+        assert said in joined
 
 
 def test_output_to_a_pipe_has_no_control_codes(llama, capsys):
@@ -134,7 +174,13 @@ GENERATE = ["generate", "--model", "./missing", "--prompt", "w1"]
         ([*GENERATE, "--budget", "0.0"], "(0, 1], got '0.0'"),
         ([*GENERATE, "--budget", "many"], "got 'many'"),
         ([*GENERATE, "--sinks", "-1"], "got '-1'"),
-        ([*GENERATE, "--policy", "h3o"], "'h3o' (choose from"),
+        ([*GENERATE, "--policy", "h3o"], "no policy is named h3o: did you mean H2O?"),
+        ([*GENERATE, "--policy", "H2O(recnt=3)"], "H2O has no field recnt: did you mean recent?"),
+        ([*GENERATE, "--policy", "H2O(recent=64", "--budget", "99"], "written as H2O(recent=64), got 'H2O(recent=64'"),
+        ([*GENERATE, "--policy", "H2O(64)", "--budget", "64"], "got 0 + 64 with budget=64: raise the budget"),
+        ([*GENERATE, "--policy", "H2O(61)", "--budget", "64", "--evict-every", "4"], "evict_every=4 leaves 60 of 64"),
+        ([*GENERATE, "--policy", "H2O(9)", "--sinks", "4"], "--sinks 4 is for --policy streaming-llm"),
+        ([*GENERATE, "--evict-every", "0"], "must be a whole number, 1 or more, got '0'"),
         ([*GENERATE, "--policy", "window", "--sinks", "2"], "--sinks 2 is for"),
         ([*GENERATE, "--top-p", "0.5"], "add a --temperature"),
         ([*GENERATE, "--temperature", "1", "--top-p", "0"], "--top-p must be in (0, 1]"),
@@ -169,7 +215,7 @@ def test_chat_needs_a_template(llama, capsys):
     assert "leave --chat out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["inspect"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["inspect"], ["policies"]])
 def test_help_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:

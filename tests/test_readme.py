@@ -1,7 +1,9 @@
 """The README's Python runs as it stands, with a tiny model in place of the one it names."""
 
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,10 +14,14 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from sinkcache import SinkCache, prefill
+from sinkcache import SinkCache, policies, prefill
 from sinkcache.guard import cache_argument
+from sinkcache.plugins import named
+from sinkcache.policies import H2O
+from sinkcache.testing import check_policy
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), flags=re.DOTALL)
+README = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 @pytest.fixture
@@ -31,7 +37,9 @@ def names(monkeypatch):
 
 
 def _run(block: str, names: dict[str, Any], **changes: str) -> None:
-    for old, new in {"cache=cache": f"{cache_argument(names['model'])}=cache", **changes}.items():
+    if "model" in names:
+        changes = {"cache=cache": f"{cache_argument(names['model'])}=cache", **changes}
+    for old, new in changes.items():
         block = block.replace(old, new)
     exec(block, names)
 
@@ -54,11 +62,31 @@ def test_prompt_turn_samples_file_and_stream_go_on_from_one_another(names, tmp_p
     assert names["samples"].kept(0).shape[0] == 3
 
 
-def test_the_policy_it_shows_can_be_used(names):
-    _run(BLOCKS[3], names)
-    cache = SinkCache(names["model"], names["EveryOther"](recent=4), 12)
-    prefill(names["model"], cache, torch.randint(1, VOCABULARY, (1, 40)))
-    assert cache.kept(0)[0, 0].tolist() == [*range(20, 36, 2), 36, 37, 38, 39]
+def test_the_policy_it_shows_reads_attention_and_keeps_the_contract(names, monkeypatch):
+    module = ModuleType("of_the_readme")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where its class can be pickled from
+    _run(BLOCKS[3], vars(module))
+    check_policy(module.MeanAttention(recent=4), 12)
+    kept, tokens = [], torch.randint(1, VOCABULARY, (1, 40))
+    for policy in (module.MeanAttention(recent=4), H2O(recent=4, reduce="mean"), H2O(recent=4)):
+        cache = SinkCache(names["model"], policy, 12)
+        prefill(names["model"], cache, tokens)
+        kept.append(cache.kept(0))
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[0], kept[2])
+
+
+def test_each_policy_is_named_and_what_it_shows_can_be_made():
+    section = README[README.index("## Policies") : README.index("## Models")]
+    shown = [
+        named(text) for text in re.findall(r"`(\w+\([^`\[]*\))`", section) if text.startswith(tuple(policies.__all__))
+    ]
+    classes = {type(policy).__name__ for policy in shown}
+    assert classes == set(policies.__all__)
+
+
+def test_it_is_150_lines_at_most():
+    assert len(README.splitlines()) <= 150
 
 
 def test_it_has_four_blocks_of_python():
