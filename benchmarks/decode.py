@@ -157,11 +157,12 @@ def main() -> None:
                     if row == 0:
                         for each in seconds:
                             table.add_column(each, justify="right", no_wrap=True)
-                    table.add_row(str(budget), *(_cell(mine, seconds["plain"]) for mine in seconds.values()))
+                    table.add_row(str(budget), *(cell(mine, seconds["plain"]) for mine in seconds.values()))
             console.print(table)
 
 
-def _cell(mine: list[float], plain: list[float]) -> str:
+def cell(mine: list[float], plain: list[float]) -> str:
+    """Milliseconds, and in brackets the median ratio to `plain`, round by round."""
     ratio = statistics.median(a / b for a, b in zip(mine, plain, strict=True))
     return f"{statistics.median(mine) * 1e3:.1f} ({ratio:.2f})"
 
