@@ -37,88 +37,17 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from benchmarks.machine import machine
+from benchmarks.pairs import CONTINUATION, STREAMING, Pair, continuation_pairs, streaming_pairs
 from sinkcache import SinkCache, prefill
 from sinkcache.memory import held_bytes
 from sinkcache.metrics import score
 from sinkcache.models import EMBEDDED, load
-from sinkcache.policies import (
-    H2O,
-    TOVA,
-    ExpectedAttention,
-    KeyDiff,
-    Knorm,
-    LagKV,
-    Protect,
-    Random,
-    SnapKV,
-    StreamingLLM,
-    Window,
-)
 from sinkcache.policy import Policy
 from sinkcache.streaming import step
 from sinkcache.texts import embedded, from_file, tokenize
 
-STREAMING: dict[str, Any] = {"held": 128, "chunk": 32, "tokens": 1024, "observation_window": 16, "lag": 32}
-CONTINUATION: dict[str, Any] = {
-    "context": 1024,
-    "tokens": 192,
-    "ratios": [0.5, 0.75, 0.9],
-    "observation_window": 64,
-    "lag": 32,
-}
 _AGREE = 1e-3  # of the perplexity of the full cache
 _PEER = Path(__file__).parent / "peers" / "kvpress_peer.py"
-
-
-@dataclass(frozen=True)
-class Pair:
-    """Their press and our policy for the same algorithm; None where a side has none."""
-
-    press: str | None
-    policy: Policy | None
-
-
-def streaming_pairs() -> list[Pair]:
-    """The first table's rows."""
-    window, lag = STREAMING["observation_window"], STREAMING["lag"]
-    return [
-        Pair("window, sorted", Window()),
-        Pair("streaming", StreamingLLM(4)),
-        Pair("streaming, sorted", StreamingLLM(4)),
-        Pair("snapkv", SnapKV(window)),
-        Pair("snapkv, sorted", SnapKV(window)),
-        Pair("tova", TOVA()),
-        Pair("observed", H2O(recent=0, reduce="mean")),
-        Pair("expected", ExpectedAttention(epsilon=0.0)),
-        Pair("keydiff", KeyDiff()),
-        Pair("knorm", Knorm()),
-        Pair("lagkv", LagKV(4, lag)),
-        Pair("lagkv, sorted", LagKV(4, lag)),
-        Pair("random", Random()),
-        Pair(None, H2O()),
-        Pair(None, H2O(half_life=64)),
-        Pair(None, SnapKV(window, pooling="none")),
-        Pair(None, Protect(KeyDiff())),
-        Pair(None, Protect(Knorm())),
-    ]
-
-
-def continuation_pairs() -> list[Pair]:
-    """The second table's rows."""
-    window, lag = CONTINUATION["observation_window"], CONTINUATION["lag"]
-    return [
-        Pair("streaming", StreamingLLM(4)),
-        Pair("snapkv", SnapKV(window)),
-        Pair("adakv(snapkv)", None),
-        Pair("tova", TOVA()),
-        Pair("observed", H2O(recent=0, reduce="mean")),
-        Pair("expected", ExpectedAttention(epsilon=0.0)),
-        Pair("keydiff", KeyDiff()),
-        Pair("knorm", Knorm()),
-        Pair("lagkv", LagKV(4, lag)),
-        Pair("random", Random()),
-        Pair(None, H2O(half_life=64)),
-    ]
 
 
 @dataclass(frozen=True)

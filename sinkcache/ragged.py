@@ -17,9 +17,10 @@ from torch import Tensor
 
 from sinkcache.peers import EMPTY
 from sinkcache.policy import ranked
-from sinkcache.scored import ScoredLayer, _Joined
-from sinkcache.store import Store
+from sinkcache.scored import ScoredLayer
+from sinkcache.store import Store, rows_at
 from sinkcache.tally import Counts
+from sinkcache.watching import Joined
 
 
 class RaggedLayer(ScoredLayer):
@@ -73,7 +74,7 @@ class RaggedLayer(ScoredLayer):
         assert self.store is not None
         fields = self._dense()
         order = fields["positions"].argsort(dim=-1)
-        return _gathered(self.store.keys, fields["slots"].gather(-1, order))
+        return rows_at(self.store.keys, fields["slots"].gather(-1, order))
 
     def _clear(self) -> None:
         super()._clear()
@@ -83,7 +84,7 @@ class RaggedLayer(ScoredLayer):
         if not isinstance(step.shift, int) or step.shift != 0:
             self.track_moves()
         fields = self._dense()
-        arrived, old_values = (_gathered(buffer, fields["slots"]) for buffer in (store.keys, store.values))
+        arrived, old_values = (rows_at(buffer, fields["slots"]) for buffer in (store.keys, store.values))
         if step.trims:
             scores = self.scores((self._moved(arrived, fields, step), old_values), fields, step)
             kept = self._winners(scores, fields["positions"], step.on("kept", self.device))
@@ -93,22 +94,18 @@ class RaggedLayer(ScoredLayer):
 
     def _joined(
         self, step: Counts, held: tuple[Tensor, Tensor], fields: dict[str, Tensor], keys: Tensor, values: Tensor
-    ) -> _Joined:
+    ) -> Joined:
         """What is held, its keys turned, and the step's own tokens."""
-        seen, shift = step.on("seen", self.device), step.on("shift", self.device)
-        positions = seen + torch.arange(step.q_len, device=self.device)
-        if step.real is not None:
-            real = step.real.to(self.device)[:, None]
-            positions = (seen + real.cumsum(dim=-1) - 1).masked_fill(~real, -1)
+        positions, shift = step.positions(self.device), step.on("shift", self.device)
         told = {"positions": positions, "frames": torch.as_tensor(shift, device=self.device), "slots": torch.tensor(-1)}
         shape, both = (*keys.shape[:2], step.q_len), {}
         for name, field in fields.items():
             new = told.get(name, torch.tensor(0)).to(field).expand(shape)
             both[name] = torch.cat([field, new], dim=-1)
         if fields["positions"].shape[-1] == 0:
-            return _Joined(keys, values, both)
+            return Joined(keys, values, both)
         moved = self._moved(held[0], fields, step)
-        return _Joined(torch.cat([moved, keys], dim=2), torch.cat([held[1], values], dim=2), both)
+        return Joined(torch.cat([moved, keys], dim=2), torch.cat([held[1], values], dim=2), both)
 
     def _settle(self) -> None:
         """Ends the step under way: reduces what was joined to the budget, and puts what is new of it into the pool."""
@@ -155,7 +152,7 @@ class RaggedLayer(ScoredLayer):
         tokens = tokens if isinstance(tokens, int) else tokens[:, None, None].to(self.device)
         return torch.minimum(torch.as_tensor(tokens, device=self.device), torch.as_tensor(count, device=self.device))
 
-    def _put(self, store: Store, joined: _Joined, kept: Bool[Tensor, "batch num_kv_heads kv_len"], q_len: int) -> None:
+    def _put(self, store: Store, joined: Joined, kept: Bool[Tensor, "batch num_kv_heads kv_len"], q_len: int) -> None:
         """Frees the slots of tokens that are not kept, and puts each new one that is into the first that is free."""
         slots, pool = joined.fields["slots"], store.keys.shape[2]
         slots = slots.masked_fill((slots < 0) | ~kept, pool)  # `pool`, a slot too many: nowhere
@@ -169,8 +166,8 @@ class RaggedLayer(ScoredLayer):
         target = torch.cat([slots[..., :-q_len], into.unflatten(1, (-1, q_len))], dim=-1).flatten(1)
         rows = []
         for buffer, states in ((store.keys, joined.keys), (store.values, joined.values)):
-            fresh, held = states[:, :, -q_len:].flatten(1, 2)[:, None], _gathered(buffer, free[:, None])
-            rows.append(_gathered(fresh, source[:, None]).where(chosen[:, None, :, None], held))
+            fresh, held = states[:, :, -q_len:].flatten(1, 2)[:, None], rows_at(buffer, free[:, None])
+            rows.append(rows_at(fresh, source[:, None]).where(chosen[:, None, :, None], held))
         first = torch.arange(len(free), device=free.device)[:, None] * pool
         store.put((free + first).flatten(), *rows)
         of_head = torch.arange(slots.shape[1], device=slots.device)[:, None].expand_as(slots)
@@ -220,13 +217,3 @@ class RaggedLayer(ScoredLayer):
 
     def _grow(self, capacity: int) -> None:
         super()._grow(self.num_kv_heads * capacity)
-
-
-def _gathered(
-    buffer: Float[Tensor, "batch 1 slots dim"], slots: Int[Tensor, "batch num_kv_heads kv_len"]
-) -> Float[Tensor, "batch num_kv_heads kv_len dim"]:
-    """Copies of slots of the pool, of any where there is none."""
-    batch, _, pool, dim = buffer.shape
-    first = torch.arange(batch, device=slots.device)[:, None, None] * pool
-    flat = (slots.clamp_min(0) + first).flatten()
-    return buffer.reshape(-1, dim).index_select(0, flat).reshape(*slots.shape, dim)

@@ -5,61 +5,27 @@ In decoding a new token takes the slot of the one it evicts, in place; a longer 
 and is reduced afterwards. Nothing waits for the device. Slots of a row are in use from the first one on.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from sinkcache.bounded import BoundedLayer
-from sinkcache.observe import Kernel, from_recent
+from sinkcache.observe import Kernel
 from sinkcache.peers import EMPTY, Peers
-from sinkcache.policy import Entries, Policy, Queries, check_scores, ranked
-from sinkcache.positions import Rotation
-from sinkcache.queries import Moments, Recent, turned
-from sinkcache.store import Store
-from sinkcache.tally import Counts, Tallies
+from sinkcache.policy import ranked
+from sinkcache.store import Store, rows_at
+from sinkcache.tally import Counts
+from sinkcache.watching import Joined, WatchingLayer
 
 
-@dataclass
-class _Joined:
-    """What a step of several tokens attends to: held and new, with what is known of each."""
+class ScoredLayer(WatchingLayer):
+    """Keeps what `policy` scores highest."""
 
-    keys: Tensor
-    values: Tensor
-    fields: dict[str, Tensor]
-
-
-class ScoredLayer(BoundedLayer):
-    """Keeps what `policy` scores highest; `index` is its number in the model.
-
-    `in_cache`: keys are read at positions inside the cache and not those of the stream.
-    """
-
-    ledger: Tallies
-    ragged = False  # heads of a row may hold different numbers of tokens
-
-    def __init__(
-        self,
-        ledger: Tallies,
-        rotation: Rotation | None,
-        is_sliding: bool,
-        policy: Policy,
-        index: int,
-        in_cache: bool,
-    ) -> None:
-        super().__init__(ledger, rotation, is_sliding)
-        self.policy, self.index, self.in_cache = policy, index, in_cache and rotation is not None
-        self.watch = policy.watch()
-        self.offloaded = False
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
         self.peers = Peers([self])  # who decides with it; the cache puts layers together that can
         self._clear()
-
-    @property
-    def reads_attention(self) -> bool:
-        """Whether `observe` must be called in each step, once its attention is computed."""
-        return self.watch.attention
 
     @property
     def awaiting(self) -> int | None:
@@ -95,40 +61,13 @@ class ScoredLayer(BoundedLayer):
         """Ends the step under way: notes its queries and what each key `received` of them, and evicts."""
         assert self._under_way is not None
         step, joined = self._under_way
-        self.scaling, self.softcap, self.sinks = kernel.scaling, kernel.softcap, kernel.sinks
         fields = self._slots(step.most + 1) if joined is None else joined.fields
         if received is not None and self.watch.mass:
             if self.watch.decay != 1:
                 fields["mass"] *= self._decayed(step)
             fields["mass"] += received
-        if self.watch.window or self.watch.queries:
-            self._note(step, queries)
+        self._note(step, queries, kernel)
         self._settle()
-
-    def heads(self, key: Tensor) -> int:
-        """How many key heads the layer holds; of latent attention one, however many are attended to."""
-        return key.shape[1] if self.store is None else self.store.keys.shape[1]
-
-    def mask(self) -> Tensor | None:
-        """The mask of the step under way, if it is not the model's own."""
-        return None
-
-    def last_alone(self) -> bool:
-        """Whether of several queries of the step under way the last is all that counts."""
-        assert self._under_way is not None
-        step = self._under_way[0]
-        all_end = step.real is None or bool(step.real[:, -1].all())
-        return self.watch.decay == 0 and step.q_len > 1 and all_end
-
-    def weights(self) -> Float[Tensor, "rows q_len"] | None:
-        """How much each query of the step under way counts, by the decay and by whether it is a pad; None: all 1."""
-        assert self._under_way is not None
-        step, decay = self._under_way[0], self.watch.decay
-        if step.real is None and (decay == 1 or step.q_len == 1):
-            return None
-        real = torch.ones(1, step.q_len) if step.real is None else step.real.float()
-        after = real.flip(1).cumsum(1).flip(1) - real  # real queries that follow
-        return (real * decay**after).to(self.device)
 
     def kept(self) -> Int[Tensor, "batch num_kv_heads kept"]:
         """Stream positions held, ascending, rows that hold fewer filled up with -1 in front; a copy, on the CPU."""
@@ -147,7 +86,7 @@ class ScoredLayer(BoundedLayer):
             turned_ones = (fields["applied"] != 0)[..., None]
             arrived = self.store.arrived[:, :, : self.held]
             self.rotation.put(keys, torch.where(turned_ones, arrived, self.rotation.pick(keys)))
-        return _rows(keys, fields["positions"].argsort(dim=-1))
+        return rows_at(keys, fields["positions"].argsort(dim=-1))
 
     def rebase(self) -> None:
         """Has keys and queries turned, before the next read, to where the ledger's frame now is."""
@@ -189,13 +128,11 @@ class ScoredLayer(BoundedLayer):
         return [*super().tensors(), *self.fields.values(), *noted]
 
     def _clear(self) -> None:
+        self._forget()
         self.fields: dict[str, Tensor] = {}
-        self.recent: Recent | None = None
-        self.moments: Moments | None = None
-        self.scaling, self.softcap, self.sinks = 1.0, None, None  # the model's own, from its first step on
         self.held, self.new = 0, 1  # slots in use in the longest row, columns of the last step
         self.restless = False  # some key may have to be turned before the next read
-        self._under_way: tuple[Counts, _Joined | None] | None = None
+        self._under_way: tuple[Counts, Joined | None] | None = None
 
     def _read(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         joined = None
@@ -228,19 +165,14 @@ class ScoredLayer(BoundedLayer):
         if self.restless:
             self._turn(store, step.most + 1, step)
 
-    def _join(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> _Joined:
+    def _join(self, store: Store, step: Counts, keys: Tensor, values: Tensor) -> Joined:
         if step.trims:
             self._compact(store, step)
         if self.restless and step.most:
             self._turn(store, step.most, step)
         old = self._slots(step.most)
-        seen, shift = step.on("seen", self.device), step.on("shift", self.device)
-        if step.real is None:
-            positions = seen + torch.arange(step.q_len, dtype=torch.int64, device=self.device)
-        else:
-            real = step.real.to(self.device)[:, None]
-            positions = (seen + real.cumsum(-1) - 1).masked_fill(~real, -1)
-        positions = positions.expand(*keys.shape[:2], -1)
+        positions = step.positions(self.device).expand(*keys.shape[:2], -1)
+        shift = step.on("shift", self.device)
         told = {"positions": positions, "frames": torch.as_tensor(shift, device=self.device).expand_as(positions)}
         fields = {}
         for name, field in old.items():
@@ -249,7 +181,7 @@ class ScoredLayer(BoundedLayer):
         if step.most:
             held = store.read(step.most)
             keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
-        return _Joined(keys, values, fields)
+        return Joined(keys, values, fields)
 
     def _settle(self) -> None:
         """Ends the step under way: reduces what was joined to the budget."""
@@ -308,8 +240,8 @@ class ScoredLayer(BoundedLayer):
             arrived = store.arrived[:, :, :most]
             if keys.shape[2] > most:
                 arrived = torch.nn.functional.pad(arrived, (0, 0, 0, keys.shape[2] - most))
-            store.arrived[:, :, :kept] = _rows(arrived, index)
-        keys, values = _rows(keys, index), _rows(values, index)
+            store.arrived[:, :, :kept] = rows_at(arrived, index)
+        keys, values = rows_at(keys, index), rows_at(values, index)
         store.write(slice(0, kept), keys, values)
         for name, field in self.fields.items():
             field[..., :kept] = fields[name].gather(-1, index).masked_fill(none, EMPTY[name])
@@ -319,70 +251,6 @@ class ScoredLayer(BoundedLayer):
             younger = kept - 1 - positions.argsort(dim=-1).argsort(dim=-1)
             self._slots(kept)["moves"].copy_((seen - 1 - positions - younger).masked_fill(none, 0))
             self.restless = True
-
-    def scores(
-        self,
-        held: tuple[Tensor, Tensor],
-        fields: dict[str, Tensor],
-        step: Counts,
-        layers: int = 1,
-        seen: int | Tensor | None = None,
-    ) -> Float[Tensor, "batch num_kv_heads kv_len"]:
-        """What the policy makes of entries, before the step or, with what has been `seen` by then, after it.
-
-        `fields` may be those of several `layers`, whose rows then follow one another.
-        """
-        new = self.new if seen is None else step.q_len
-        seen = step.on("seen", self.device) if seen is None else seen
-        seen = seen if isinstance(seen, int) else seen.repeat(layers, 1, 1)
-        entries = Entries(fields["positions"], seen, new, self.index, self._told(*held, fields, step, seen))
-        scores = self.policy.score(entries)
-        if not isinstance(scores, Tensor):
-            raise ValueError(
-                f"{self.policy!r} scored a {type(scores).__name__}: return a tensor, one score for each entry"
-            )
-        if scores.shape != entries.positions.shape:
-            raise ValueError(
-                f"{self.policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: "
-                "return one score for each entry"
-            )
-        if not scores.is_floating_point():
-            scores = scores.float()
-        whole = isinstance(step.held, int) and not self.ragged  # there is a token in every slot
-        if scores.device.type == "cpu" or step.q_len > 1:  # elsewhere each decoding step would wait for the device
-            check_scores(scores if whole else scores.masked_fill(~entries.valid, 0))
-        return scores if whole else scores.masked_fill(~entries.valid, -torch.inf)
-
-    def _told(
-        self, keys: Tensor, values: Tensor, fields: dict[str, Tensor], step: Counts, seen: int | Tensor
-    ) -> dict[str, Any]:
-        told: dict[str, Any] = {}
-        if self.watch.mass:
-            told["mass"] = fields["mass"]
-        if self.watch.keys:
-            told["keys"] = keys
-        if self.watch.values:
-            told["values"] = values
-        if self.watch.window and self.recent is not None:
-            queries = self._turned_queries(self.recent, fields, step, seen)
-            kernel = Kernel(self.scaling, self.softcap, self.sinks)
-            positions = fields["positions"].long()
-            told["window"] = from_recent(queries, self.recent.positions, keys, positions, kernel, self.watch)
-        if self.watch.queries and self.moments is not None:
-            shift = step.on("shift", self.device)
-            told["queries"] = Queries(self.moments.mean, self.moments.covariance(), seen - shift, self.rotation)
-        return told
-
-    def _turned_queries(self, recent: Recent, fields: dict[str, Tensor], step: Counts, seen: int | Tensor) -> Tensor:
-        """The newest queries, each as far from every key held as that is read."""
-        if self.rotation is None or "frames" not in fields:
-            return recent.queries
-        moves = (recent.frames[:, None] - step.on("shift", self.device)).expand(-1, fields["positions"].shape[1], -1)
-        if self.in_cache:
-            at = recent.positions[:, None]
-            younger = (fields["positions"][:, :, None] > at[..., None]).sum(dim=-1)
-            moves = moves + (seen - 1 - at - younger)
-        return turned(recent.queries, moves.masked_fill(recent.positions[:, None] < 0, 0), self.rotation)
 
     def _turn(self, store: Store, length: int, step: Counts) -> None:
         """Has every key read where it belongs: as far from where it arrived as tokens younger than it are gone."""
@@ -395,29 +263,6 @@ class ScoredLayer(BoundedLayer):
         turning = (fields["applied"] != 0) | (wanted != 0)
         store.turn_each(fresh, turning, self.rotation, self.rotation.phases(wanted, store.keys))
         fields["applied"].copy_(wanted)
-
-    def _note(self, step: Counts, queries: Tensor) -> None:
-        """Adds the step's queries to what is remembered of them."""
-        seen, shift = step.on("seen", self.device), step.on("shift", self.device)
-        if step.real is None:
-            positions = seen + torch.arange(step.q_len, device=self.device)[None, None]
-        else:
-            real = step.real.to(self.device)[:, None]
-            positions = (seen + real.cumsum(-1) - 1).masked_fill(~real, -1)
-        positions, behind = positions[:, 0], shift if isinstance(shift, int) else shift[:, 0]
-        if self.watch.window:
-            self.recent = self.recent or Recent(self.watch.window, queries)
-            self.recent.add(queries, positions, behind)
-        if self.watch.queries:
-            self.moments = self.moments or Moments(queries)
-            counted = (positions >= self.watch.skip).float()
-            self.moments.add(queries, (positions - behind).clamp_min(0), counted, self.rotation)
-
-    def _decayed(self, step: Counts) -> float | Tensor:
-        """What is left of each token's mass after the step's queries."""
-        if step.real is None:
-            return self.watch.decay**step.q_len
-        return (self.watch.decay ** step.real.sum(dim=1).double())[:, None, None].to(self.fields["mass"])
 
     def _slots(self, length: int) -> dict[str, Tensor]:
         return {name: field[..., :length] for name, field in self.fields.items()}
@@ -442,10 +287,3 @@ class ScoredLayer(BoundedLayer):
             for part in (self.recent, self.moments):
                 for name, tensor in vars(part).items() if part is not None else ():
                     setattr(part, name, change(tensor))
-
-
-def _rows(buffer: Tensor, index: Int[Tensor, "batch num_kv_heads kept"]) -> Tensor:
-    """`[batch, num_kv_heads, kept, dim]`: rows of flat memory, thousands of times faster than an expanded gather."""
-    batch, heads, length, dim = buffer.shape
-    first = torch.arange(batch * heads, device=buffer.device).reshape(batch, heads, 1) * length
-    return buffer.reshape(-1, dim).index_select(0, (index + first).flatten()).reshape(batch, heads, -1, dim)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkcache.accounts import Accounts
@@ -50,6 +50,13 @@ class Counts:
         if (name, device) not in self._on:
             self._on[name, device] = value[:, None, None].to(device)
         return self._on[name, device]
+
+    def positions(self, device: torch.device) -> Int[Tensor, "rows 1 q_len"]:
+        """Of the step's tokens in the stream, one row where rows are alike; -1 for pads."""
+        if self.real is None:
+            return (self.on("seen", device) + torch.arange(self.q_len, device=device)).reshape(-1, 1, self.q_len)
+        real = self.real.to(device)[:, None]
+        return (self.on("seen", device) + real.cumsum(dim=-1) - 1).masked_fill(~real, -1)
 
 
 class Tally(Book):
