@@ -86,7 +86,8 @@ def shown_to() -> Any:
 
 
 def _before(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-    shown_to()  # whoever a pass that died was to be shown to is no longer waiting
+    if not torch.compiler.is_compiling():
+        shown_to()  # whoever a pass that died was to be shown to is no longer waiting
     given = _named(model, args, kwargs)
     cache = _cache(given)
     if cache is None:

@@ -279,7 +279,7 @@ CASES: dict[str, tuple[Policy, Scorer]] = {
     "tova": (TOVA(), oracle.tova()),
     "tova-head": (TOVA("head", 1, 2), oracle.tova("head", 1, 2)),
     "expected": (ExpectedAttention(7, 2, epsilon=0.02), oracle.expected_attention(7, 2, epsilon=0.02)),
-    "expected-mean": (ExpectedAttention(3, 1, 2, False), oracle.expected_attention(3, 1, 2, False, 0.02)),
+    "expected-mean": (ExpectedAttention(3, 1, 2, False, 0.02), oracle.expected_attention(3, 1, 2, False, 0.02)),
     "expected-no-sinks": (ExpectedAttention(1, 0, epsilon=0.1), oracle.expected_attention(1, 0, epsilon=0.1)),
     "keydiff": (KeyDiff(), oracle.keydiff()),
     "keydiff-safe": (KeyDiff(1, 3), oracle.keydiff(1, 3)),
@@ -653,7 +653,7 @@ def test_refuses_a_reading_of_attention_that_is_none() -> None:
         with pytest.raises((ValueError, TypeError), match="mean"):  # TypeError: of the type checks that only tests have
             _made(make(), **{field: "median"})
     with pytest.raises(ValueError, match="decay must be in"):
-        H2O(half_life=1e-4)
+        Watch(mass=True, decay=1.5)
 
 
 # budgets that fall from layer to layer

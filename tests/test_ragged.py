@@ -186,7 +186,7 @@ def test_padded_rows_keep_what_they_would_alone(
 ) -> None:
     pads = [0, 9, 4]  # of 32 columns
     rows = [texts(1, 32 - pad, seed)[0] for seed, pad in enumerate(pads)]
-    reader, kept = RaggedReader(AdaKV(policy), BUDGET, rows, pads, evict_every), []
+    reader, kept = RaggedReader(AdaKV(policy, 0.2), BUDGET, rows, pads, evict_every), []
     for chunk in chunks:
         reader.read(chunk)
         kept.append([held(reader.layer, row) for row in range(3)])
@@ -199,7 +199,7 @@ def test_padded_rows_keep_what_they_would_alone(
 @pytest.mark.parametrize("chunks", CHUNKINGS.values(), ids=CHUNKINGS)
 def test_attends_to_what_each_head_holds_and_to_its_own_past(chunks: list[int]) -> None:
     for policy, scorer in ((H2O(3), oracle.h2o(3)), (TOVA(), oracle.tova()), (Knorm(), oracle.knorm())):
-        reader, (one,) = RaggedReader(AdaKV(policy), BUDGET, texts(1), [0]), texts(1)
+        reader, (one,) = RaggedReader(AdaKV(policy, 0.2), BUDGET, texts(1), [0]), texts(1)
         outputs = torch.cat([reader.read(chunk) for chunk in chunks], dim=2)[0]
         across(scorer, one, chunks)
         for head in range(2):
@@ -263,7 +263,7 @@ def by_loops(
 def test_a_model_computes_what_loops_do(chunks: list[int], positions: Any, attention: str) -> None:
     tiny: Any = build("llama")
     tiny.set_attn_implementation(attention)
-    cache = SinkCache(tiny, AdaKV(H2O(3)), BUDGET, positions)
+    cache = SinkCache(tiny, AdaKV(H2O(3), 0.2), BUDGET, positions)
     logits, differ = read(tiny, cache, ids, chunks), 0
     for row in range(2):
         expected, ends = by_loops(tiny, ids[row], chunks, oracle.h2o(3), 0.2, positions == "cache")
@@ -492,7 +492,7 @@ def test_floors_that_are_no_shares_are_refused(floor: Any) -> None:
 def test_what_cannot_compete_is_refused(model: Models) -> None:
     tiny = model("llama")
     with pytest.raises(ValueError, match=r"floor must leave each head one token.*budget=4: raise it to 0.25"):
-        SinkCache(tiny, AdaKV(Knorm()), 4)
+        SinkCache(tiny, AdaKV(Knorm(), 0.2), 4)
     with pytest.raises(ValueError, match="num_sinks \\+ recent must be less than the budget"):
         SinkCache(tiny, AdaKV(H2O(32)), 32)
     for nested in (Protect(AdaKV(H2O()), 1, 1), AdaKV(AdaKV(H2O())), Phases(H2O(), Protect(AdaKV(H2O())))):
