@@ -54,7 +54,7 @@ $(OLDEST)/.sinkcache: pyproject.toml constraints/oldest.txt Makefile
 test: venv ## all tests but those that need a GPU, or repeat for minutes what a faster one does
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not gpu and not exhaustive"
 
-test-exhaustive: venv ## those: ten thousand random histories of a cache, every cell of the zoo
+test-exhaustive: venv ## those: ten thousand random histories of a cache, as many steps of each policy, the whole zoo
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "exhaustive"
 
 test-fast: venv ## those below 10 s each

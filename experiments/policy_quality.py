@@ -27,6 +27,7 @@ import transformers
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from experiments.calibrated import POLICY, Calibrated
 from experiments.options import Parser, _at_least, _choices, _numbers
 from experiments.plots import _DASHES, _LEGEND, _MARKS, COLOURS, INK, _axes
 from experiments.results import Row
@@ -64,6 +65,8 @@ POLICIES: dict[str, Callable[[int], Policy]] = {  # at a budget
     "H2O": lambda budget: H2O(recent=budget // 2),
     "H2O-mean": lambda budget: H2O(recent=32, reduce="mean"),
     "H2O-decay": lambda budget: H2O(recent=32, half_life=32),
+    "H2O-even": lambda budget: POLICY,
+    "H2O-calibrated": lambda budget: POLICY,
     "TOVA": lambda budget: TOVA(),
     "TOVA-head": lambda budget: TOVA(per="head"),
     "SnapKV": lambda budget: SnapKV(),
@@ -71,9 +74,10 @@ POLICIES: dict[str, Callable[[int], Policy]] = {  # at a budget
     "AdaKV": lambda budget: AdaKV(SnapKV(pooling="none")),
     "RKV": lambda budget: RKV(),
     "ExpectedAttention": lambda budget: ExpectedAttention(),
-    "ExpectedAttention-128": lambda budget: ExpectedAttention(horizon=128, recent=32, epsilon=0.0),
+    "ExpectedAttention-128": lambda budget: ExpectedAttention(horizon=128, recent=32),
 }
 HORIZONS = {"Clairvoyant": 256, "Clairvoyant-64": 64, "Clairvoyant-128": 128, "Clairvoyant-1024": 1024}
+LAYERED = ("H2O-calibrated",)  # of which each layer has a budget of its own
 ALWAYS = ("Window", "StreamingLLM", "Clairvoyant")
 FULL, BEST = "full", "best per query"
 
@@ -126,6 +130,7 @@ class Measured:
 
     def __init__(self, console: Console, read: Subject, chunk: int, cells: Cells) -> None:
         self.console, self.read, self.chunk, self.cells = console, read, chunk, cells
+        self.calibrated = Calibrated(cells.folder.parent, self._say)
         self._recording: Recording | None = None
 
     def rows(self, names: Sequence[str], budgets: Sequence[int]) -> list[Row]:
@@ -139,23 +144,36 @@ class Measured:
 
     def _at(self, names: Sequence[str], budget: int, full: float) -> list[Row]:
         empty = Recording(self.chunk, self.read.tokens, {})
+        asked = {name: self.calibrated.budgets(self.read, budget) if name in LAYERED else budget for name in names}
         named = {name: self._identity(name, repr(made(name, budget, lambda: empty)), budget) for name in names}
+        for name in named:
+            if name in LAYERED:
+                named[name]["budgets"] = asked[name]
         bound = self._identity(BEST, BEST, budget)
         todo = [name for name in names if "recall" not in self.cells.read(named[name])]
-        if todo or "recall" not in self.cells.read(bound):
-            self._say(f"budget {budget}: recall of {', '.join(todo) or BEST}")
-            policies = [made(name, budget, self._recorded) for name in todo or names[:1]]
-            found = recall(self.read.model, self.read.ids, policies, budget, self.chunk)
-            for identity, value in zip([*(named[name] for name in todo or names[:1]), bound], found, strict=True):
-                self.cells.write(identity, recall=value)
+        alike = [name for name in todo if name not in LAYERED]
+        if alike or "recall" not in self.cells.read(bound):
+            self._recall(alike or ["Window"], budget, budget, [*(named[name] for name in alike or ["Window"]), bound])
+        for name in todo:
+            if name in LAYERED:
+                self._recall([name], budget, asked[name], [named[name]])
         for name, identity in named.items():
             if "perplexity" not in self.cells.read(identity):
-                cache = SinkCache(self.read.model, made(name, budget, self._recorded), budget, positions="original")
+                policy = made(name, budget, self._recorded)
+                cache = SinkCache(self.read.model, policy, asked[name], positions="original")
                 self.cells.write(identity, perplexity=self._perplexity(f"{name}, budget {budget}", cache))
         rows = [self.cells.read(identity) for identity in named.values()]
         sinks = next(row["perplexity"] for row in rows if row["name"] == "StreamingLLM")
         gaps = [(sinks - row["perplexity"]) / (sinks - full) if sinks != full else math.nan for row in rows]
         return [*({**row, "gap": gap} for row, gap in zip(rows, gaps, strict=True)), self.cells.read(bound)]
+
+    def _recall(self, names: Sequence[str], budget: int, asked: int | list[int], identities: Sequence[Row]) -> None:
+        """Measures and files the recall of `names`, and of the bound if there is one identity more."""
+        self._say(f"budget {budget}: recall of {', '.join(names)}")
+        policies = [made(name, budget, self._recorded) for name in names]
+        found = recall(self.read.model, self.read.ids, policies, asked, self.chunk)
+        for identity, value in zip(identities, found, strict=False):
+            self.cells.write(identity, recall=value)
 
     def _perplexity(self, what: str, cache: Any) -> float:
         self._say(f"perplexity of {what}")

@@ -83,3 +83,14 @@ def check_budget(policy: Policy, budget: int, every: int) -> None:
             policy.check(budget - every + 1)
         except ValueError as error:
             raise ValueError(f"evict_every={every} leaves {budget - every} of {budget} tokens: {error}") from error
+
+
+def least_budget(policy: Policy, budget: int) -> int:
+    """The least that `policy` can do its work within, `budget` at most, which must be enough."""
+    for each in range(1, budget):
+        try:
+            policy.check(each)
+        except ValueError:
+            continue
+        return each
+    return budget

@@ -1,6 +1,7 @@
-"""What a caller may ask for as a budget, and how one may fall from layer to layer."""
+"""What a caller may ask for as a budget, and how one may differ from layer to layer."""
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -54,6 +55,36 @@ def pyramid(budget: int, layers: int, beta: int | float = 20, window: int = 0) -
     for layer in by_fraction[: layers * budget - sum(tokens)]:
         tokens[layer] += 1
     while min(tokens) < 1:
+        tokens[tokens.index(min(tokens))] += 1
+        tokens[tokens.index(max(tokens))] -= 1
+    return tokens
+
+
+def scaled(budgets: Sequence[int], budget: int, least: int = 1) -> list[int]:
+    """The shares that layers have in `budgets`, at `budget` tokens on average: what was found at one size, at another.
+
+    The sum is `len(budgets) * budget` to the token: of the fractions the largest are rounded up. What layers lack of
+    `least` is taken, token by token, from whichever has most.
+
+    >>> scaled([64, 128, 64, 256], budget=64)
+    [32, 64, 32, 128]
+    >>> scaled([64, 128, 64, 256], budget=64, least=40)
+    [40, 64, 40, 112]
+    """
+    numbers = [("budget", budget), ("least", least), *(("a layer's budget", each) for each in budgets)]
+    for name, number in numbers:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"{name} must be a whole number of tokens, 1 or more, got {number!r}")
+    if not budgets:
+        raise ValueError("budgets must have an entry for each bounded layer, got none")
+    if least > budget:
+        raise ValueError(f"least must be at most the budget, got least={least} with budget={budget}")
+    total, whole = len(budgets) * budget, sum(budgets)
+    tokens = [each * total // whole for each in budgets]
+    by_fraction = sorted(range(len(budgets)), key=lambda layer: -(budgets[layer] * total % whole))
+    for layer in by_fraction[: total - sum(tokens)]:
+        tokens[layer] += 1
+    while min(tokens) < least:
         tokens[tokens.index(min(tokens))] += 1
         tokens[tokens.index(max(tokens))] -= 1
     return tokens

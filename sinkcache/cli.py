@@ -1,4 +1,4 @@
-"""The command line: `python -m sinkcache generate`, `inspect` and `policies`.
+"""The command line: `python -m sinkcache generate`, `inspect`, `calibrate` and `policies`.
 
 A user's mistake is one line on stderr and exit code 2, found before the model is loaded where that is possible. A model
 that `inspect` finds cannot be bounded is exit code 1, as is a plug-in that cannot be listed; Ctrl-C is 130. Standard
@@ -7,7 +7,6 @@ output carries the result alone.
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -23,9 +22,11 @@ from transformers.utils import logging
 
 from sinkcache import SinkCache, __version__
 from sinkcache.book import check_budget
+from sinkcache.calibration import calibrate
 from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, tokens_of
 from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
 from sinkcache.models import EMBEDDED, load
+from sinkcache.options import Parser, budget, device, number
 from sinkcache.plugins import listing, named
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.policy import Policy
@@ -33,6 +34,7 @@ from sinkcache.report import tables
 from sinkcache.texts import embedded, from_file, tokenize
 
 _SINKS = 4  # the paper's
+_CALIBRATED = "H2O(recent=16, num_sinks=4, half_life=256, reduce='mean')"  # what closes most of the gap, measured
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -57,23 +59,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="sinkcache", description="Bounded KV caches for transformers.")
+    parser = Parser(prog="sinkcache", description="Bounded KV caches for transformers.")
     parser.add_argument("--version", action="version", version=f"sinkcache {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add_generate(commands)
     _add_inspect(commands)
+    _add_calibrate(commands)
     _add_policies(commands)
     return parser
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line, without the usage before it."""
-
-    def __init__(self, **settings) -> None:
-        super().__init__(**settings, allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-
-    def error(self, message: str):
-        raise ValueError(f"{message} (see {self.prog} --help)")
 
 
 def _add_generate(commands) -> None:
@@ -86,22 +79,20 @@ def _add_generate(commands) -> None:
     parser.add_argument("--chat", action="store_true", help="put the prompt into the model's chat template")
     parser.add_argument("--policy", metavar="POLICY", default="streaming-llm", help=(
         "what is evicted: streaming-llm, window, or any of `policies`, such as \"H2O(recent=64)\""))  # fmt: skip
-    parser.add_argument("--sinks", type=_number(int, 0), metavar="N", default=argparse.SUPPRESS, help=(
+    parser.add_argument("--sinks", type=number(int, 0), metavar="N", default=argparse.SUPPRESS, help=(
         f"first tokens that are never evicted, with streaming-llm (default: {_SINKS})"))  # fmt: skip
-    parser.add_argument("--budget", type=_budget, metavar="N", default=1024, help=(
+    parser.add_argument("--budget", type=budget, metavar="N", default=1024, help=(
         "tokens a layer holds, sinks included; or a share of the prompt, such as 0.25"))  # fmt: skip
-    parser.add_argument("--evict-every", type=_number(int, 1), metavar="N", default=1, help=(
+    parser.add_argument("--evict-every", type=number(int, 1), metavar="N", default=1, help=(
         "tokens that a full layer gives up at once"))  # fmt: skip
     parser.add_argument("--positions", choices=("cache", "original"), default=argparse.SUPPRESS, help=(
         "count positions within the cache or in the stream (default: the policy's own)"))  # fmt: skip
-    parser.add_argument(
-        "--max-new-tokens", type=_number(int, 1), metavar="N", default=256, help="where to stop at last"
-    )
-    parser.add_argument("--temperature", type=_number(float, 0), metavar="T", default=0.0, help="0 takes the likeliest")
-    parser.add_argument("--top-p", type=_number(float, 0), metavar="P", default=1.0, help=(
+    parser.add_argument("--max-new-tokens", type=number(int, 1), metavar="N", default=256, help="where to stop at last")
+    parser.add_argument("--temperature", type=number(float, 0), metavar="T", default=0.0, help="0 takes the likeliest")
+    parser.add_argument("--top-p", type=number(float, 0), metavar="P", default=1.0, help=(
         "sample among the likeliest tokens that make up this probability"))  # fmt: skip
-    parser.add_argument("--seed", type=_number(int, 0), metavar="N", default=0, help="of the sampling")
-    parser.add_argument("--prefill-chunk", type=_number(int, 1), metavar="N", default=512, help="prompt tokens a pass")
+    parser.add_argument("--seed", type=number(int, 0), metavar="N", default=0, help="of the sampling")
+    parser.add_argument("--prefill-chunk", type=number(int, 1), metavar="N", default=512, help="prompt tokens a pass")
     parser.set_defaults(run=_generate)
 
 
@@ -111,10 +102,26 @@ def _add_inspect(commands) -> None:
     _add_model(parser)
     parser.add_argument("--text", metavar="FILE", default=argparse.SUPPRESS, help=(
         "a UTF-8 text to measure on (default: Python's language reference)"))  # fmt: skip
-    parser.add_argument("--tokens", type=_number(int, FIRST_QUERY + 1), metavar="N", default=512, help=(
+    parser.add_argument("--tokens", type=number(int, FIRST_QUERY + 1), metavar="N", default=512, help=(
         "of the text, to measure attention on"))  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON only")
     parser.set_defaults(run=_inspect)
+
+
+def _add_calibrate(commands) -> None:
+    about = "share a budget out among a model's layers, by what each misses of a text"
+    parser = commands.add_parser("calibrate", help=about, description=(
+        f"{about.capitalize()}. Prints a JSON list, the budget argument of SinkCache."))  # fmt: skip
+    _add_model(parser)
+    parser.add_argument("--text", metavar="FILE", default=argparse.SUPPRESS, help=(
+        "a UTF-8 text like those to come (default: Python's language reference)"))  # fmt: skip
+    parser.add_argument("--tokens", type=number(int, 2), metavar="N", default=3072, help="of the text, to read")
+    parser.add_argument("--policy", metavar="POLICY", default=_CALIBRATED, help="what is evicted, any of `policies`")
+    parser.add_argument(
+        "--budget", type=number(int, 1), metavar="N", default=256, help="tokens a layer holds, on average"
+    )
+    parser.add_argument("--chunk", type=number(int, 1), metavar="N", default=64, help="tokens read at once")
+    parser.set_defaults(run=_calibrate)
 
 
 def _add_policies(commands) -> None:
@@ -129,43 +136,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--revision", metavar="REV", default=argparse.SUPPRESS, help="branch, tag or commit of a hub id"
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the weights")
-    parser.add_argument("--device", type=_device, default="cpu", help="cpu, cuda, cuda:1, mps, ...")
-
-
-def _number(kind: Callable[[str], int | float], least: int) -> Callable[[str], int | float]:
-    def parse(text: str) -> int | float:
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            noun = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"must be {noun}, {least} or more, got {text!r}")
-        return value
-
-    return parse
-
-
-def _budget(text: str) -> int | float:
-    try:
-        budget = float(text) if "." in text or "e" in text.lower() else int(text)
-    except ValueError:
-        budget = math.nan
-    if isinstance(budget, int) and budget < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1 token, got {text}")
-    if isinstance(budget, float) and not 0 < budget <= 1:
-        raise argparse.ArgumentTypeError(
-            f"must be tokens (a whole number) or a share of the prompt in (0, 1], got {text!r}"
-        )
-    return budget
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.empty(0, device=text).device
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be used here ({reason}): try cpu") from error
+    parser.add_argument("--device", type=device, default="cpu", help="cpu, cuda, cuda:1, mps, ...")
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -238,6 +209,23 @@ def _inspect(args: argparse.Namespace) -> int:
         console.print(f"{args.model}, {args.dtype}, on {text.name}", markup=False)
         for table in tables(found):
             console.print(table, markup=False)
+    return 0
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    policy = named(args.policy)
+    check_budget(policy, args.budget, 1)
+    if args.tokens <= args.budget:
+        raise ValueError(f"--budget {args.budget} evicts nothing from --tokens {args.tokens}: raise --tokens")
+    text = from_file(args.text) if "text" in args else embedded()
+    model, tokenizer = _load(args)
+    input_ids = tokenize(text, tokenizer, limit=args.tokens)
+    if input_ids.shape[1] < args.tokens:
+        raise ValueError(f"text {text.name!r} has {input_ids.shape[1]} tokens, got --tokens {args.tokens}: lower it")
+    with Console(stderr=True).status(f"calibrating {args.model}"):
+        found = calibrate(model, input_ids, policy, args.budget, args.chunk)
+    print(f"{args.model}, {policy!r}, {args.tokens} tokens of {text.name}", file=sys.stderr)  # noqa: T201
+    print(json.dumps(found))  # noqa: T201
     return 0
 
 

@@ -14,6 +14,7 @@ from tokenizers.models import BPE, WordLevel
 from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 
 from sinkcache import SinkCache, __version__, cli, generation, inspection, policies
+from sinkcache.calibration import calibrate
 from sinkcache.cli import main
 from sinkcache.guard import cache_argument
 from sinkcache.policies import H2O, KeyDiff, Protect, StreamingLLM, Window
@@ -193,6 +194,11 @@ GENERATE = ["generate", "--model", "./missing", "--prompt", "w1"]
         (["inspect", "--tokens", "64"], "65 or more, got '64'"),
         (["inspect", "--text", "/no/such/file"], "'/no/such/file' cannot be read"),
         (["inspect", "--model", "nobody/nothing"], "'nobody/nothing'"),
+        (["calibrate", "--budget", "64", "--tokens", "64"], "--budget 64 evicts nothing from --tokens 64"),
+        (["calibrate", "--budget", "0.5"], "must be a whole number, 1 or more, got '0.5'"),
+        (["calibrate", "--policy", "H2O(recent=64)", "--budget", "64"], "got 0 + 64 with budget=64: raise the budget"),
+        (["calibrate", "--policy", "H3O"], "no policy is named H3O: did you mean H2O?"),
+        (["calibrate", "--text", "/no/such/file"], "'/no/such/file' cannot be read"),
         (["dance"], "'dance'"),
         ([], "COMMAND"),
     ],
@@ -215,13 +221,30 @@ def test_chat_needs_a_template(llama, capsys):
     assert "leave --chat out" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["inspect"], ["policies"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["inspect"], ["calibrate"], ["policies"]])
 def test_help_fits_80_columns(command, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as left:
         main([*command, "--help"])
     assert left.value.code == 0
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_a_calibrated_list_is_json_alone_on_standard_output(llama, text, capsys):
+    asked = ["calibrate", "--model", llama, "--text", text, "--tokens", "90", "--chunk", "9"]
+    assert main([*asked, "--budget", "16", "--policy", "H2O(recent=4, reduce='mean')"]) == 0
+    out, err = capsys.readouterr()
+    model: Any = tf.AutoModelForCausalLM.from_pretrained(llama)
+    ids = tf.AutoTokenizer.from_pretrained(llama)(Path(text).read_text(), return_tensors="pt").input_ids[:, :90]
+    assert out.count("\n") == 1
+    assert json.loads(out) == calibrate(model, ids, H2O(recent=4, reduce="mean"), 16, chunk=9)
+    assert "H2O(recent=4" in err
+    assert "90 tokens of text.txt" in err
+
+
+def test_a_text_that_is_too_short_to_calibrate_on_is_a_mistake(llama, text, capsys):
+    assert main(["calibrate", "--model", llama, "--text", text, "--tokens", "5000"]) == 2
+    assert "has 600 tokens, got --tokens 5000: lower it" in capsys.readouterr().err
 
 
 def test_version(capsys):

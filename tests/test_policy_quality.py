@@ -11,15 +11,17 @@ from conftest import VOCABULARY, build
 from tokenizers import models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
-from experiments import policy_quality
+from experiments import calibrated, policy_quality
 from experiments.policy_quality import HORIZONS, POLICIES, figure, made, main, markdown, over_texts
 from sinkcache import SinkCache
+from sinkcache.budgets import scaled
+from sinkcache.calibration import calibrate
 from sinkcache.metrics import perplexity
 from sinkcache.models import load
 from sinkcache.policies import H2O
 from sinkcache.policies.clairvoyant import Clairvoyant
 from sinkcache.recording import Recording, recall, record
-from sinkcache.texts import from_file, tokenize
+from sinkcache.texts import embedded, from_file, tokenize
 
 pytest.importorskip("matplotlib")
 
@@ -125,6 +127,40 @@ def test_a_new_policy_is_measured_alone(place: Path, tmp_path: Path, monkeypatch
     run(place, tmp_path, "--policy", "H2O,TOVA-head")
     assert asked == [["TOVA"], ["TOVA"]]
     assert len(list((tmp_path / "cells").glob("*.json"))) == 1 + 2 * 7
+
+
+def test_calibrated_budgets_are_found_once_and_kept(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calibrated, "BUDGET", 32)
+    monkeypatch.setattr(calibrated, "TOKENS", 80)
+    more = ["--policy", "H2O-calibrated", "--budget", "24,32"]
+    run(place, tmp_path, *more)
+    (kept,) = tmp_path.glob("calibrated-*.json")
+    network, tokenizer = load(str(place / "model"))
+    found = calibrate(network, tokenize(embedded(), tokenizer, 80), calibrated.POLICY, 32)
+    assert json.loads(kept.read_text())["budgets"] == found
+    rows = {row["budget"]: row for row in cells(tmp_path) if row["name"] == "H2O-calibrated"}
+    ids = tokenize(from_file(place / "one.txt"), tokenizer, 60)[:, :60]
+    for budget in (24, 32):
+        budgets = scaled(found, budget, 21)
+        assert rows[budget]["budgets"] == budgets
+        value = perplexity(network, SinkCache(network, calibrated.POLICY, budgets, "original"), ids, 6).value
+        assert rows[budget]["perplexity"] == pytest.approx(value, rel=1e-4)  # float32, kernels of another shape
+        assert rows[budget]["recall"] == pytest.approx(recall(network, ids, [calibrated.POLICY], budgets, 6)[0])
+    for name in ("perplexity", "recall", "record"):
+        monkeypatch.setattr(policy_quality, name, unmeasured)
+    monkeypatch.setattr(calibrated, "calibrate", unmeasured)
+    assert run(place, tmp_path, *more) == 0
+
+
+def test_the_stored_list_is_the_embedded_models() -> None:
+    ((weights, told),) = json.loads(calibrated.STORED.read_text()).items()
+    assert len(weights) == 16
+    assert len(told["budgets"]) == 30
+    assert sum(told["budgets"]) == 30 * calibrated.BUDGET
+    assert told["command"].startswith("python -m sinkcache calibrate ")
+    assert repr(calibrated.POLICY).startswith("H2O(recent=16, num_sinks=4, half_life=256, reduce='mean'")
 
 
 def test_what_was_measured_before_ctrl_c_is_kept(

@@ -275,6 +275,16 @@ def test_a_model_computes_what_loops_do(chunks: list[int], positions: Any, atten
 
 
 @both_conventions
+def test_a_model_computes_what_loops_do_by_its_newest_queries(positions: Any) -> None:
+    tiny, policy = build("llama"), AdaKV(SnapKV(4, 3), 0.2)
+    cache = SinkCache(tiny, policy, BUDGET, positions)
+    logits = read(tiny, cache, ids[:1], MIXED)[0]
+    expected, ends = by_loops(tiny, ids[0], MIXED, oracle.snapkv(4, 3), 0.2, positions == "cache")
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    assert [held(cast(Any, layer), 0) for layer in cache.layers] == ends
+
+
+@both_conventions
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma3", "glm", "cohere", "qwen3", "smollm3"])
 def test_with_all_of_it_guaranteed_heads_are_as_they_were(model: Models, family: str, positions: Any) -> None:
     tiny = model(family)

@@ -1,5 +1,6 @@
 """A recording, the oracle that reads it and the recall of policies, against numpy and loops over positions."""
 
+import math
 import pickle
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import Tensor
 import sinkcache.attention
 from sinkcache import Entries, SinkCache
 from sinkcache.guard import shown_to
+from sinkcache.hearing import Heard, overhear
 from sinkcache.lanes import Lanes
 from sinkcache.metrics import perplexity
 from sinkcache.policies import H2O, TOVA, AdaKV, Protect, SnapKV, StreamingLLM, Window
 from sinkcache.policies.clairvoyant import Clairvoyant
 from sinkcache.policy import Policy, keep
-from sinkcache.recording import Heard, Recording, _RaggedShadow, _Shadow, overhear, recall, record
+from sinkcache.recording import Recording, recall, record
+from sinkcache.shadows import _RaggedShadow, _Shadow
 from sinkcache.tally import Tallies, Tally
 
 # Six tokens, two channels, one head: the fixture F1 of tests/test_policy_formulas.py, and two queries that follow.
@@ -299,16 +302,17 @@ SCORERS: dict[str, tuple[Policy, oracle.Scorer]] = {
 }
 
 
-def recalled(model: Any, text: Tensor, scorer: oracle.Scorer, budget: int, chunk: int) -> tuple[float, float]:
+def recalled(model: Any, text: Tensor, scorer: oracle.Scorer, budgets: list[int], chunk: int) -> tuple[float, float]:
     """Recall by loops: transformers' own attention over what numpy has each query see; and over each query's best."""
+    mean = sum(budgets) / len(budgets)
     heard: dict[int, Heard] = {}
     overhear(model, text, text.shape[1], lambda each: heard.update({each.layer: each}))
     shares, bests = [], []
     for layer, attention in enumerate(eager(model, text)):
         stream = oracle.new_stream(*(getattr(heard[layer], name)[0] for name in ("queries", "keys", "values")))
-        oracle.library(stream, [len(each) for each in text[0].split(chunk)], budget, scorer)
+        oracle.library(stream, [len(each) for each in text[0].split(chunk)], budgets[layer], scorer)
         for head, rows in enumerate(attention.tolist()):
-            for query in range(-(-budget // chunk) * chunk, text.shape[1]):  # from the first step that trims
+            for query in range(math.ceil(mean / chunk) * chunk, text.shape[1]):  # from the first step that trims
                 visible = stream.rows[head // 2][query]
                 shares.append(sum(rows[query][position] for position in visible))
                 bests.append(sum(sorted(rows[query])[-len(visible) :]))
@@ -320,9 +324,18 @@ def test_recall_is_what_loops_over_the_full_attention_say(model, budget: int, ch
     network, text = model("llama"), tokens(43)
     *shares, best = recall(network, text, [policy for policy, _ in SCORERS.values()], budget, chunk)
     for share, (_, scorer) in zip(shares, SCORERS.values(), strict=True):
-        expected = recalled(network, text, scorer, budget, chunk)
+        expected = recalled(network, text, scorer, [budget, budget], chunk)
         assert (share, best) == pytest.approx(expected, abs=1e-5)  # eager attention's softmax is float32
         assert share < best - 1e-3
+
+
+def test_recall_under_budgets_of_each_layer_is_over_the_same_queries(model) -> None:
+    network, text = model("llama"), tokens(43)
+    *shares, best = recall(network, text, [policy for policy, _ in SCORERS.values()], [8, 17], 5)
+    for share, (_, scorer) in zip(shares, SCORERS.values(), strict=True):
+        assert (share, best) == pytest.approx(recalled(network, text, scorer, [8, 17], 5), abs=1e-5)  # as above
+    with pytest.raises(ValueError, match="3 entries for 2 bounded layers"):
+        recall(network, text, [Window()], [8, 8, 8], 5)
 
 
 def test_the_oracle_recalls_more_than_what_it_is_compared_with(model) -> None:

@@ -101,6 +101,11 @@ def test_models_outside_the_attention_interface_are_refused(label: str) -> None:
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
+@pytest.mark.parametrize("label", ["MPT", "BLOOM"])
+def test_models_that_go_by_the_order_of_their_cache_are_refused(label: str) -> None:
+    assert "goes by the order" in refusal(alive(label), Knorm(), positions="cache")
+
+
 def test_a_config_is_not_shown_attention_but_has_keys(model) -> None:
     config = model("llama").config
     assert "got its config" in refusal(config, H2O(4))
@@ -125,6 +130,20 @@ def test_attention_that_was_set_back_is_an_error() -> None:
     cast(Any, tiny).set_attn_implementation("sdpa")
     with torch.no_grad(), pytest.raises(ValueError, match="set back to sdpa"):
         tiny(input_ids=torch.tensor([[1, 2]]), cache=cache)
+
+
+def test_attention_over_other_keys_than_were_handed_out_is_an_error() -> None:
+    tiny = build("llama")
+    cache = SinkCache(tiny, H2O(4), 16)
+    original = cache.update
+
+    def shortened(*args: Any, **kwargs: Any) -> Any:
+        keys, values = original(*args, **kwargs)
+        return keys[:, :, 1:], values[:, :, 1:]
+
+    cache.update = shortened  # type: ignore[method-assign]
+    with torch.no_grad(), pytest.raises(RuntimeError, match="attends to 8 keys where its layer handed out 9"):
+        tiny(input_ids=torch.randint(1, VOCABULARY, (1, 9)), cache=cache)
 
 
 def test_attentions_cannot_be_had_too() -> None:
