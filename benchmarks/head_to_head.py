@@ -38,7 +38,10 @@ from transformers import Cache, DynamicCache
 
 from benchmarks.machine import machine
 from benchmarks.pairs import CONTINUATION, STREAMING, Pair, continuation_pairs, streaming_pairs
+from experiments.calibrated import STORED
 from sinkcache import SinkCache, prefill
+from sinkcache.book import least_budget
+from sinkcache.budgets import scaled
 from sinkcache.memory import held_bytes
 from sinkcache.metrics import score
 from sinkcache.models import EMBEDDED, load
@@ -86,8 +89,9 @@ def main() -> int:
             raise ValueError(f"text {name!r} has {ids.shape[1]} tokens, {most} are needed: give a longer one")
     answer = ask(options.peer, model, documents, options.out)
     theirs = {key: collected(runs) for key, runs in by_run(answer["runs"]).items()}
-    full_streaming = streaming(model, documents, None)
-    full_continuation = continuation(model, documents, None, None)
+    whole = Pair(None, None)
+    full_streaming = streaming(model, documents, whole)
+    full_continuation = continuation(model, documents, whole, None)
     for part, mine in (("streaming", full_streaming), ("continuation", full_continuation)):
         other = theirs[part, "none", None].perplexity
         if abs(mine.perplexity / other - 1) > _AGREE:
@@ -139,27 +143,27 @@ def collected(runs: list[dict[str, Any]]) -> Result:
     return Result([each for run in runs for each in run["nll"]], max(run["bytes"] for run in runs))
 
 
-def streaming(model: nn.Module, documents: dict[str, Tensor], policy: Policy | None) -> Result:
-    """Ours, on the tokens that the peer scores: those after the first `held`. None is the full cache."""
+def streaming(model: nn.Module, documents: dict[str, Tensor], pair: Pair) -> Result:
+    """Ours, on the tokens that the peer scores: those after the first `held`. No policy is the full cache."""
     held, chunk = STREAMING["held"], STREAMING["chunk"]
     nll: list[float] = []
     most = 0
     for ids in documents.values():
-        cache = cache_of(model, policy, held)
+        cache = cache_of(model, pair, held)
         for scored in score(model, cache, ids[:, : held + STREAMING["tokens"]], chunk):
             nll += scored.nll[max(0, held - scored.start) :].tolist()
             most = max(most, held_bytes(cache))
     return Result(nll, most)
 
 
-def continuation(model: nn.Module, documents: dict[str, Tensor], policy: Policy | None, ratio: float | None) -> Result:
-    """Ours, on the tokens that the peer scores: those after the context. None is the full cache."""
+def continuation(model: nn.Module, documents: dict[str, Tensor], pair: Pair, ratio: float | None) -> Result:
+    """Ours, on the tokens that the peer scores: those after the context. No policy is the full cache."""
     context = CONTINUATION["context"]
     nll: list[float] = []
     most = 0
     for ids in documents.values():
         following = ids[:, context : context + CONTINUATION["tokens"]]
-        cache = cache_of(model, policy, context if ratio is None else int(context * (1 - ratio)))
+        cache = cache_of(model, pair, context if ratio is None else int(context * (1 - ratio)))
         if isinstance(cache, SinkCache):
             first = prefill(model, cache, ids[:, :context], chunk=context)[:, None]
         else:
@@ -170,22 +174,29 @@ def continuation(model: nn.Module, documents: dict[str, Tensor], policy: Policy 
     return Result(nll, most)
 
 
-def cache_of(model: nn.Module, policy: Policy | None, entries: int) -> Cache:
-    """A cache that has the queries of a step attend to `entries` and the step itself."""
-    return DynamicCache() if policy is None else SinkCache(model, policy, entries + 1, positions="original")
+def cache_of(model: nn.Module, pair: Pair, entries: int) -> Cache:
+    """A cache that has the queries of a step attend to `entries`, in layers on average, and the step itself."""
+    if pair.policy is None:
+        return DynamicCache()
+    budget: Any = entries + 1
+    if pair.by_layer:
+        (stored,) = json.loads(STORED.read_text(encoding="utf-8")).values()  # of the embedded model
+        budget = scaled(stored["budgets"], budget, least_budget(pair.policy, budget))
+    return SinkCache(model, pair.policy, budget, positions="original")
 
 
 def print_streaming(model: nn.Module, documents: dict[str, Tensor], theirs: dict[Any, Result], full: Result) -> None:
     """The first table."""
     print(f"\nStreaming: {len(full.nll):,} tokens, full cache {full.perplexity:.2f} ({_mib(full)})\n")
     print("| kvpress | perplexity | held | ours | perplexity | held | ratio |\n|---|---:|---:|---|---:|---:|---:|")
-    known: dict[Policy, Result] = {}
+    known: dict[tuple[Policy, bool], Result] = {}
     for pair in streaming_pairs():
-        if pair.policy is not None and pair.policy not in known:
-            known[pair.policy] = streaming(model, documents, pair.policy)
+        mine = None
+        if pair.policy is not None:
+            ours = pair.policy, pair.by_layer
+            mine = known[ours] = known[ours] if ours in known else streaming(model, documents, pair)
         other = theirs["streaming", pair.press, None] if pair.press is not None else None
-        mine = known[pair.policy] if pair.policy is not None else None
-        cells = [pair.press or "-", *_figures(other), _name(pair.policy), *_figures(mine), ratio_of(mine, other)]
+        cells = [pair.press or "-", *_figures(other), _name(pair), *_figures(mine), ratio_of(mine, other)]
         print(f"| {' | '.join(cells)} |", flush=True)
 
 
@@ -197,8 +208,8 @@ def print_continuation(model: nn.Module, documents: dict[str, Tensor], theirs: d
     for pair in continuation_pairs():
         for ratio in CONTINUATION["ratios"]:
             other = theirs["continuation", pair.press, ratio] if pair.press is not None else None
-            mine = continuation(model, documents, pair.policy, ratio) if pair.policy is not None else None
-            cells = [pair.press or "-", f"{ratio:.0%}", *_figures(other), _name(pair.policy), *_figures(mine)]
+            mine = continuation(model, documents, pair, ratio) if pair.policy is not None else None
+            cells = [pair.press or "-", f"{ratio:.0%}", *_figures(other), _name(pair), *_figures(mine)]
             print(f"| {' | '.join(cells)} | {ratio_of(mine, other)} |", flush=True)
 
 
@@ -219,13 +230,14 @@ def _mib(result: Result) -> str:
     return f"{result.held / 2**20:.2f} MiB"
 
 
-def _name(policy: Policy | None) -> str:
-    """A policy's call, without the fields that have their default."""
+def _name(pair: Pair) -> str:
+    """The call of our policy, without the fields that have their default."""
+    policy = pair.policy
     if policy is None:
         return "-"
     given = [(each, getattr(policy, each.name)) for each in fields(policy)]
     said = [f"{each.name}={value!r}" for each, value in given if value != each.default]
-    return f"`{type(policy).__name__}({', '.join(said)})`"
+    return f"`{type(policy).__name__}({', '.join(said)})`" + (", budgets by layer" if pair.by_layer else "")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from experiments.calibrated import POLICY
 from sinkcache.policies import (
     H2O,
     TOVA,
@@ -30,10 +31,14 @@ CONTINUATION: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Their press and our policy for the same algorithm; None where a side has none."""
+    """Their press and our policy for the same algorithm; None where a side has none.
+
+    `by_layer`: layers share the same memory as experiments/calibrated.json says.
+    """
 
     press: str | None
     policy: Policy | None
+    by_layer: bool = False
 
 
 def streaming_pairs() -> list[Pair]:
@@ -58,6 +63,8 @@ def streaming_pairs() -> list[Pair]:
         Pair(None, SnapKV(window, pooling="none")),
         Pair(None, Protect(KeyDiff())),
         Pair(None, Protect(Knorm())),
+        Pair(None, POLICY),
+        Pair(None, POLICY, by_layer=True),
     ]
 
 
@@ -76,4 +83,7 @@ def continuation_pairs() -> list[Pair]:
         Pair("lagkv", LagKV(4, lag)),
         Pair("random", Random()),
         Pair(None, H2O(half_life=64)),
+        Pair(None, POLICY),
+        Pair(None, POLICY, by_layer=True),
+        Pair(None, ExpectedAttention(recent=32)),
     ]

@@ -533,7 +533,9 @@ def test_a_score_of_an_empty_slot_may_be_anything(model: Models) -> None:
             return entries.mass.masked_fill(~entries.valid, torch.nan)
 
     tiny = model("llama")
-    read(tiny, SinkCache(tiny, AdaKV(Careless()), BUDGET), ids, MIXED)
+    cache = SinkCache(tiny, AdaKV(Careless()), BUDGET)
+    read(tiny, cache, ids, MIXED)
+    assert (cache.kept(0) >= 0).sum((1, 2)).tolist() == [2 * BUDGET] * 2
     with pytest.raises(ValueError, match="scored NaN"):
         read(tiny, SinkCache(tiny, AdaKV(Broken()), BUDGET), ids, MIXED)
 

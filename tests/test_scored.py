@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sinkcache import SinkCache, prefill, stream
 from sinkcache.lanes import Lanes
-from sinkcache.observe import Kernel, attention
+from sinkcache.observe import Kernel, attention, from_recent
 from sinkcache.peers import Peers
 from sinkcache.policies import (
     H2O,
@@ -248,6 +248,15 @@ def test_a_mask_to_add_counts_as_one_to_hide() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
+def test_a_query_that_sees_nothing_gives_nothing() -> None:
+    queries, keys = torch.randn(1, 4, 3, 8).double(), torch.randn(1, 2, 5, 8).double()
+    positions = torch.tensor([[[3, 7, 4, 9, -1]] * 2])
+    told = from_recent(queries, torch.tensor([[-1, 2, 9]]), keys, positions, Kernel(0.3), Watch(window=3))
+    alone = from_recent(queries[:, :, 2:], torch.tensor([[9]]), keys, positions, Kernel(0.3), Watch(window=1))
+    assert torch.equal(told, alone)
+    torch.testing.assert_close(told.sum(-1), torch.ones(1, 2).double())
+
+
 # models
 
 
@@ -308,6 +317,21 @@ def test_padded_rows_compute_what_they_would_alone(model: Models, policy: Policy
         start += chunk
     expected = read(tiny, alone, ids[1:, pad:], [MIXED[0] - pad, *MIXED[1:]])
     torch.testing.assert_close(torch.cat(logits, 1)[1:, pad:], expected, rtol=1e-9, atol=1e-9)
+    assert torch.equal(cache.kept(1)[1], alone.kept(1)[0])
+
+
+@pytest.mark.parametrize("evict_every", [1, 3])
+@pytest.mark.parametrize("policy", [H2O(2, half_life=2), H2O(2, reduce="mean"), TOVA(), SnapKV(4, 3), Knorm()])
+def test_a_row_with_a_hole_computes_what_it_would_without(model: Models, policy: Policy, evict_every: int) -> None:
+    """The hole is longer than a chunk: the row, which is full, sits one out, in which the other has room."""
+    tiny, mask = model("llama"), torch.ones_like(ids)
+    mask[0, :16] = mask[1, 20:37] = 0
+    cache, alone = (SinkCache(tiny, policy, 12, evict_every=evict_every) for _ in range(2))
+    got = [prefill(tiny, cache, ids[:, :40], 8, mask[:, :40])[1]]
+    for end in range(41, 61):
+        got.append(read(tiny, cache, ids[:, end - 1 : end], [1], attention_mask=mask[:, :end])[1, 0])
+    expected = read(tiny, alone, torch.cat([ids[1:, :20], ids[1:, 37:]], 1), [8, 8, 4, 3, *[1] * 20])[0, 22:]
+    torch.testing.assert_close(torch.stack(got), expected, rtol=1e-9, atol=1e-9)
     assert torch.equal(cache.kept(1)[1], alone.kept(1)[0])
 
 
@@ -390,6 +414,16 @@ def test_rows_with_budgets_of_their_own_stay_within_them(model: Models) -> None:
             piece = ids[:, :20] if end == 20 else ids[:, end - 1 : end]
             read(tiny, cache, piece, [piece.shape[1]], attention_mask=mask[:, :end])
         assert (cache.kept(0) >= 0).sum(-1).tolist() == [[10, 10], [5, 5]]
+
+
+def test_a_row_that_begins_later_makes_room_for_its_share(model: Models) -> None:
+    tiny, mask = model("llama"), torch.ones_like(ids)
+    mask[1, :8] = 0
+    for policy in (H2O(2), Knorm(), SnapKV(2, 3)):
+        cache = SinkCache(tiny, policy, 0.5)
+        for start, end in [(0, 8), (8, 38), (38, 39), (39, 60)]:
+            read(tiny, cache, ids[:, start:end], [end - start], attention_mask=mask[:, :end])
+        assert (cache.kept(0) >= 0).sum(-1).tolist() == [[4, 4], [15, 15]]
 
 
 def test_bytes_are_keys_values_positions_and_mass() -> None:

@@ -68,10 +68,45 @@ def test_mass_is_that_of_eager_attention(label: str, attention: str) -> None:
         torch.testing.assert_close(mass.double(), expected.double(), rtol=2e-6, atol=2e-6)
 
 
+def test_a_softcap_of_the_models_own_is_heard() -> None:
+    model, ids = alive("Gemma 2"), zoo.tokens(TOKENS)
+    model.set_attn_implementation("eager")
+    for module in zoo.attention_modules(model):
+        module.attn_logit_softcapping = 0.02  # type: ignore[assignment]
+    with torch.no_grad():
+        told = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+        cache = SinkCache(model, H2O(4), TOKENS)
+        for piece in ids.split([15, 9], dim=1):
+            model(input_ids=piece, cache=cache)
+    layers = [each for each in cache.layers if isinstance(each, ScoredLayer)]
+    assert layers
+    for layer in layers:
+        expected = told[layer.index].unflatten(1, (layer.fields["mass"].shape[1], -1)).mean(2).sum(2)
+        torch.testing.assert_close(layer.fields["mass"].double(), expected.double(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_last_query_of_a_chunk_is_that_of_eager_attention(attention: str) -> None:
+    model, ids = alive("Llama"), zoo.tokens(TOKENS, 2)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        told = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
+        model.set_attn_implementation(attention)
+        cache = SinkCache(model, TOVA(), TOKENS)
+        for piece in ids.split([15, 9], dim=1):
+            model(input_ids=piece, cache=cache)
+    for layer in (each for each in cache.layers if isinstance(each, ScoredLayer)):
+        expected = told[layer.index].unflatten(1, (layer.fields["mass"].shape[1], -1)).mean(2)[:, :, -1]
+        torch.testing.assert_close(layer.fields["mass"].double(), expected.double(), rtol=2e-6, atol=2e-6)
+
+
 def test_the_newest_queries_are_those_of_eager_attention() -> None:
     for label in ("Qwen3", "GPT-OSS", "Gemma 3", "GLM"):
         model, ids = alive(label), zoo.tokens(TOKENS)
         model.set_attn_implementation("eager")
+        for module in zoo.attention_modules(model):
+            if isinstance(sinks := getattr(module, "sinks", None), torch.nn.Parameter):
+                sinks.data.normal_(std=3)  # another in each head
         with torch.no_grad():
             told = model(input_ids=ids, use_cache=False, output_attentions=True).attentions
             cache = SinkCache(model, SnapKV(4, pooling="none"), TOKENS)
@@ -161,6 +196,7 @@ def test_tokens_whose_attention_is_counted_cannot_be_taken_back() -> None:
         tiny(input_ids=ids, cache=cache)
     with pytest.raises(ValueError, match="cannot take back 2 tokens"):
         cache.crop(-2)
+    assert not cache.layers[0].is_croppable  # which transformers asks before assisted decoding
     plain = SinkCache(tiny, Knorm(), 16)
     with torch.no_grad():
         tiny(input_ids=ids, cache=plain)
@@ -173,6 +209,10 @@ def test_tokens_whose_attention_is_counted_cannot_be_taken_back() -> None:
 @pytest.mark.parametrize("every", [0, True, 2.0, 16, 14])
 def test_how_many_go_at_a_time_is_checked(model, every: Any) -> None:
     assert "evict_every" in refusal(model("llama"), H2O(4), evict_every=every)
+
+
+def test_a_layer_is_not_emptied_at_once(model) -> None:
+    assert "evict_every must be less than the budget" in refusal(model("llama"), Knorm(), evict_every=16)
 
 
 def test_a_pass_that_died_is_not_shown_what_another_attends_to() -> None:
@@ -189,7 +229,7 @@ def test_a_pass_that_died_is_not_shown_what_another_attends_to() -> None:
         cache.update = dies  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             tiny(input_ids=ids, cache=cache)
-        tiny(input_ids=ids, use_cache=False)
+        tiny(input_ids=ids[:, :5], use_cache=False)
         assert attention.config._attn_implementation == "sinkcache_packed"
         del cache.update
         with pytest.raises(RuntimeError, match=re.escape("cache.reset()")):
