@@ -9,6 +9,7 @@ Differs: the paper keeps the same share of each chunk for good, so its cache gro
 chunked anew whenever the policy is asked, and all chunks compete by their scores, which sum to the same in each. A
 channel that is constant in the next chunk gives the paper's code NaN; here a range has `EPSILON` added. The paper's
 chunks are up to 1024 long, which no budget under 2064 could hold.
+Channels are compared as the next query reads them, rotated: `stream`, which moves positions, may choose otherwise.
 """
 
 from dataclasses import dataclass

@@ -187,7 +187,9 @@ class SinkCache(Announced):
         """A table: layer, kind, policy, budget, kept, evicted, bytes; of a padded batch, of the row with the most."""
         rows: list[tuple[str, ...]] = [("layer", "kind", "policy", "budget", "kept", "evicted", "bytes")]
         for index, layer in enumerate(self.layers):
-            held = str(storage(tensors_of(layer)))
+            mine = tensors_of(layer)  # of bounded layers all of each; several may share a storage
+            bounded = isinstance(layer, BoundedLayer)
+            held = str(sum(each.numel() * each.element_size() for each in mine) if bounded else storage(mine))
             if isinstance(layer, BoundedLayer):
                 book = max(layer.ledger.books, key=lambda each: each.seen)
                 kept = book.held if layer.store is not None else 0

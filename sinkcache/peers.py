@@ -47,7 +47,7 @@ class Peers:
         when the first layer has asked.
         """
         if self._step is not step:
-            if any(each.store is None for each in self.layers):  # the first token is read
+            if step.most == 0 and len(self.layers) > 1:  # others have no slots yet
                 return Peers([layer]).room(layer, step)
             if len({(each.device, next(iter(each.fields.values())).device) for each in self.layers}) > 1:
                 return _alone(layer).room(layer, step)

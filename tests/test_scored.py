@@ -21,6 +21,7 @@ from sinkcache.policies import (
     H2O,
     RKV,
     TOVA,
+    AdaKV,
     ExpectedAttention,
     KeyDiff,
     Knorm,
@@ -445,3 +446,29 @@ def test_the_newest_token_of_a_step_stays_whatever_the_policy_says(model: Models
         for chunk in (20, 1, 1, 7, 1):
             read(tiny, cache, ids[:, :chunk], [chunk])
             assert (cache.kept(0)[..., -1] == cache.seen - 1).all()
+
+
+@pytest.mark.parametrize("first", [1, 2, 20])
+@pytest.mark.parametrize("policy", [H2O(3), H2O(3, half_life=4), TOVA(), Knorm()], ids=repr)
+def test_layers_together_decide_as_they_do_alone(model: Models, policy: Policy, first: int) -> None:
+    tiny = model("smollm3")  # four layers
+    caches = [SinkCache(tiny, policy, 12, "original") for _ in range(2)]
+    for layer in caches[1].layers:
+        layer.peers = Peers([layer])  # type: ignore[union-attr]
+    for text in (ids, ids.flip(1)):
+        logits = [read(tiny, each, text[:, :40], [first] + [1] * (40 - first)) for each in caches]
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-9, atol=1e-9)
+        for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
+            torch.testing.assert_close(one.fields, other.fields, rtol=1e-6, atol=1e-9)  # type: ignore[union-attr]
+        for each in caches:
+            each.reset()
+
+
+def test_bytes_of_the_layers_add_up(model: Models) -> None:
+    """Layers that decide together share the storage of what they know of their tokens."""
+    tiny = model("llama")
+    for policy in (H2O(3), AdaKV(H2O(3)), SnapKV(4, 3)):
+        cache = SinkCache(tiny, policy, 12)
+        read(tiny, cache, ids[:, :22], [20, 1, 1])
+        told = [int(row.split()[-1]) for row in cache.describe().splitlines()[1:]]
+        assert sum(told) == cache.nbytes
