@@ -161,6 +161,21 @@ class Policy(ABC):
         """Raises ValueError if this policy cannot do its work within `budget` tokens."""
 
 
+def score(policy: Policy, entries: Entries) -> Float[Tensor, "batch num_kv_heads kv_len"]:
+    """What `policy` makes of `entries`; raises ValueError unless that is one real number for each."""
+    scores: Any = policy.score(entries)
+    if not isinstance(scores, Tensor):
+        raise ValueError(f"{policy!r} scored a {type(scores).__name__}: return a tensor, one score for each entry")
+    if scores.shape != entries.positions.shape:
+        raise ValueError(
+            f"{policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: return one "
+            "score for each entry"
+        )
+    if scores.is_complex():
+        raise ValueError(f"{policy!r} scored {scores.dtype}: return real numbers, which can be compared")
+    return scores if scores.is_floating_point() else scores.float()
+
+
 def keep(
     scores: Float[Tensor, "batch num_kv_heads kv_len"],
     positions: Int[Tensor, "batch num_kv_heads kv_len"],

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from sinkcache.book import Book
-from sinkcache.policy import Entries, Policy, check_scores, keep, weakest
+from sinkcache.policy import Entries, Policy, check_scores, keep, score, weakest
 from sinkcache.step import Step, Turns
 from sinkcache.store import Index
 
@@ -136,18 +136,7 @@ class Slots(Book):
         return order if dropped is None else order[order != dropped]
 
     def _score(self, positions: Int[Tensor, " kv_len"], seen: int, new: int) -> Tensor:
-        entries = Entries(positions[None, None].clone(), seen, new)  # a policy may do with it what it likes
-        scores = self.policy.score(entries)
-        if not isinstance(scores, Tensor):
-            raise ValueError(
-                f"{self.policy!r} scored a {type(scores).__name__}: return a tensor, one score for each entry"
-            )
-        if scores.shape != entries.positions.shape:
-            raise ValueError(
-                f"{self.policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: "
-                "return one score for each entry"
-            )
-        return scores
+        return score(self.policy, Entries(positions[None, None].clone(), seen, new))
 
     def _weakest(self) -> int:
         held = self.positions[: self.held]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sinkcache.bounded import BoundedLayer
 from sinkcache.observe import Kernel, from_recent
-from sinkcache.policy import Entries, Policy, Queries, check_scores
+from sinkcache.policy import Entries, Policy, Queries, check_scores, score
 from sinkcache.positions import Rotation
 from sinkcache.queries import Moments, Recent, turned
 from sinkcache.tally import Counts, Tallies
@@ -98,18 +98,7 @@ class WatchingLayer(BoundedLayer):
         seen = step.on("seen", self.device) if seen is None else seen
         seen = seen if isinstance(seen, int) else seen.repeat(layers, 1, 1)
         entries = Entries(fields["positions"], seen, new, self.index, self._told(*held, fields, step, seen))
-        scores = self.policy.score(entries)
-        if not isinstance(scores, Tensor):
-            raise ValueError(
-                f"{self.policy!r} scored a {type(scores).__name__}: return a tensor, one score for each entry"
-            )
-        if scores.shape != entries.positions.shape:
-            raise ValueError(
-                f"{self.policy!r} scored shape {tuple(scores.shape)} for {tuple(entries.positions.shape)} tokens: "
-                "return one score for each entry"
-            )
-        if not scores.is_floating_point():
-            scores = scores.float()
+        scores = score(self.policy, entries)
         whole = isinstance(step.held, int) and not self.ragged  # there is a token in every slot
         if scores.device.type == "cpu" or step.q_len > 1:  # elsewhere each decoding step would wait for the device
             check_scores(scores if whole else scores.masked_fill(~entries.valid, 0))
