@@ -18,9 +18,10 @@ from jaxtyping import Bool, Float, Int
 from rich.console import Console
 from torch import Tensor, nn
 
+from experiments.contestants import HORIZONS, POLICIES, made
 from experiments.options import Parser, _at_least, _choices, _numbers
 from experiments.plots import INK
-from experiments.policy_quality import HORIZONS, POLICIES, loaded, made
+from experiments.policy_quality import loaded
 from experiments.subject import subject
 from sinkcache import Policy, SinkCache, prefill
 from sinkcache.models import EMBEDDED

@@ -13,13 +13,10 @@ H2O 34.38, Clairvoyant with a horizon of 64, 256 and 1024: 34.64, 33.90, 33.03. 
 """
 
 import csv
-import hashlib
 import json
 import math
-import os
 import sys
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,58 +24,20 @@ import transformers
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
-from experiments.calibrated import POLICY, Calibrated
+from experiments.calibrated import Calibrated
+from experiments.cells import Cells
+from experiments.contestants import ALWAYS, HORIZONS, LAYERED, POLICIES, made
 from experiments.options import Parser, _at_least, _choices, _numbers
 from experiments.plots import _DASHES, _LEGEND, _MARKS, COLOURS, INK, _axes
 from experiments.results import Row
 from experiments.subject import Subject, subject
 from experiments.summary import number
-from sinkcache import Policy, SinkCache
+from sinkcache import SinkCache
 from sinkcache.metrics import perplexity
 from sinkcache.models import EMBEDDED, load
-from sinkcache.policies import (
-    H2O,
-    RKV,
-    TOVA,
-    AdaKV,
-    Clairvoyant,
-    ExpectedAttention,
-    KeyDiff,
-    Knorm,
-    LagKV,
-    Protect,
-    Random,
-    SnapKV,
-    StreamingLLM,
-    Window,
-)
 from sinkcache.recording import Recording, recall, record
 from sinkcache.texts import embedded, from_file
 
-POLICIES: dict[str, Callable[[int], Policy]] = {  # at a budget
-    "Window": lambda budget: Window(),
-    "StreamingLLM": lambda budget: StreamingLLM(num_sinks=4),
-    "Random": lambda budget: Protect(Random(), num_sinks=4, recent=32),
-    "Knorm": lambda budget: Knorm(num_sinks=4, recent=32),
-    "KeyDiff": lambda budget: KeyDiff(num_sinks=4, recent=32),
-    "LagKV": lambda budget: LagKV(num_sinks=4, lag=budget // 8),
-    "H2O": lambda budget: H2O(recent=budget // 2),
-    "H2O-mean": lambda budget: H2O(recent=32, reduce="mean"),
-    "H2O-decay": lambda budget: H2O(recent=32, half_life=32),
-    "H2O-even": lambda budget: POLICY,
-    "H2O-calibrated": lambda budget: POLICY,
-    "TOVA": lambda budget: TOVA(),
-    "TOVA-head": lambda budget: TOVA(per="head"),
-    "SnapKV": lambda budget: SnapKV(),
-    "SnapKV-none": lambda budget: SnapKV(pooling="none"),
-    "AdaKV": lambda budget: AdaKV(SnapKV(pooling="none")),
-    "RKV": lambda budget: RKV(),
-    "ExpectedAttention": lambda budget: ExpectedAttention(),
-    "ExpectedAttention-128": lambda budget: ExpectedAttention(horizon=128, recent=32),
-}
-HORIZONS = {"Clairvoyant": 256, "Clairvoyant-64": 64, "Clairvoyant-128": 128, "Clairvoyant-1024": 1024}
-LAYERED = ("H2O-calibrated",)  # of which each layer has a budget of its own
-ALWAYS = ("Window", "StreamingLLM", "Clairvoyant")
 FULL, BEST = "full", "best per query"
 
 
@@ -89,40 +48,6 @@ def loaded(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         return load(name)
     finally:
         transformers.logging.enable_progress_bar()
-
-
-def made(name: str, budget: int, recorded: Callable[[], Recording]) -> Policy:
-    """The policy called `name` at a budget; a text is `recorded` for those that must know it."""
-    return Clairvoyant(recorded(), HORIZONS[name]) if name in HORIZONS else POLICIES[name](budget)
-
-
-class Cells:
-    """Finished cells in `folder`, one JSON file each: a policy on a text at a budget, its perplexity and its recall."""
-
-    def __init__(self, folder: Path, fresh: bool) -> None:
-        self.folder, self.fresh = folder, fresh
-        self._new: set[Path] = set()
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def read(self, identity: Row) -> Row:
-        """What is known of a cell: its identity at least."""
-        path = self._path(identity)
-        if (self.fresh and path not in self._new) or not path.exists():
-            return dict(identity)
-        return json.loads(path.read_text(encoding="utf-8"))
-
-    def write(self, identity: Row, **found: float) -> None:
-        """Adds to a cell; on disk is what was there before, or all of it."""
-        row = {**self.read(identity), **found}
-        handle, unfinished = tempfile.mkstemp(dir=self.folder, suffix=".unfinished")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(row, file, indent=1, sort_keys=True)
-        os.replace(unfinished, self._path(identity))
-        self._new.add(self._path(identity))
-
-    def _path(self, identity: Row) -> Path:
-        whole = json.dumps(identity, sort_keys=True).encode()
-        return self.folder / f"{hashlib.sha256(whole).hexdigest()[:16]}.json"
 
 
 class Measured:

@@ -103,12 +103,7 @@ class SinkCache(Announced):
         if scored:
             check_watch(model, policy.watch(), self.ordered, [self.rotations[index] for index in bounded])
         self.lanes = Lanes()
-        ledgers: dict[str, Any] = {}  # by what was asked: 1 is not 1.0
-        for each in asked:
-            if scored:
-                ledgers[repr(each)] = Tallies(Tally(policy, each, limit, evict_every), self.lanes)
-            else:
-                ledgers[repr(each)] = Ledger(Slots(policy, each, chosen == "cache", limit, self.ordered), self.lanes)
+        ledgers = self._accounts(asked, limit, scored)
         self.ledgers = list(ledgers.values())
         self._scales = scales_by_position(config)
         for index, each in zip(bounded, asked, strict=True):
@@ -124,10 +119,7 @@ class SinkCache(Announced):
             else:
                 layers[index] = SinkLayer(account, known, slides)
         if scored and evict_every == 1 and not policy.watch().own and not policy.across_heads:
-            for ledger in self.ledgers:
-                mine = [each for each in layers if isinstance(each, ScoredLayer) and each.ledger is ledger]
-                for moving in (True, False):  # keys of layers without a rotation do not move
-                    _join([each for each in mine if each.in_cache == moving])
+            _join_all([each for each in layers if isinstance(each, ScoredLayer)])
         if len(ledgers) > 1:
             fit(model)
         self.reads_attention = policy.watch().attention or policy.across_heads
@@ -137,6 +129,17 @@ class SinkCache(Announced):
         self.origin = Origin(model)
         if isinstance(model, nn.Module):
             guard(model)
+
+    def _accounts(self, asked: list[int | float], limit: int | None, scored: bool) -> dict[str, Any]:
+        """What keeps count for the layers of each budget, by what was asked: 1 is not 1.0."""
+        accounts: dict[str, Any] = {}
+        for each in asked:
+            if scored:
+                accounts[repr(each)] = Tallies(Tally(self.policy, each, limit, self.evict_every), self.lanes)
+            else:
+                book = Slots(self.policy, each, self.positions == "cache", limit, self.ordered)
+                accounts[repr(each)] = Ledger(book, self.lanes)
+        return accounts
 
     @property
     def nbytes(self) -> int:
@@ -247,11 +250,14 @@ class SinkCache(Announced):
         return cache
 
 
-def _join(layers: list[ScoredLayer]) -> None:
-    """Has `layers` decide together."""
-    for layer in layers[1:]:
-        layer.peers = layers[0].peers
-        layer.peers.layers.append(layer)
+def _join_all(layers: list[ScoredLayer]) -> None:
+    """Has those of `layers` decide together that share a budget, and whose keys both move or both do not."""
+    first: dict[tuple[int, bool], ScoredLayer] = {}
+    for layer in layers:
+        leader = first.setdefault((id(layer.ledger), layer.in_cache), layer)
+        if leader is not layer:
+            layer.peers = leader.peers
+            layer.peers.layers.append(layer)
 
 
 def _checked(policy: Any, positions: Any, sliding: Any, offload: Any, evict_every: Any) -> Positions:

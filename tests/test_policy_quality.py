@@ -12,7 +12,8 @@ from tokenizers import models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from experiments import calibrated, policy_quality
-from experiments.policy_quality import HORIZONS, POLICIES, figure, made, main, markdown, over_texts
+from experiments.contestants import HORIZONS, POLICIES, made
+from experiments.policy_quality import figure, main, markdown, over_texts
 from sinkcache import SinkCache
 from sinkcache.budgets import scaled
 from sinkcache.calibration import calibrate

@@ -1981,8 +1981,8 @@ FAULTS = [
     Fault(
         "layers whose keys move decide with those whose keys do not",
         "sinkcache/cache.py",
-        "_join([each for each in mine if each.in_cache == moving])",
-        "_join(mine) if moving else None",
+        "first.setdefault((id(layer.ledger), layer.in_cache), layer)",
+        "first.setdefault((id(layer.ledger), True), layer)",
         ("scored::test_layers_without_a_rotation_decide_by_themselves",),
     ),
     Fault(
