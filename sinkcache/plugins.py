@@ -218,7 +218,7 @@ def _described(name: str, kind: type[Policy], points: list[EntryPoint] | None, w
 def _reads(watch: Watch) -> str:
     of_window = f"attention of {watch.window} quer{'y' if watch.window == 1 else 'ies'}"
     asked = {
-        "attention of all queries": watch.mass,
+        "attention of all queries" if watch.decay else "attention of the last query": watch.mass,
         of_window: watch.window,
         "keys": watch.keys,
         "values": watch.values,
