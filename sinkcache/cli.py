@@ -26,7 +26,7 @@ from sinkcache.calibration import calibrate
 from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, tokens_of
 from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
 from sinkcache.models import EMBEDDED, load
-from sinkcache.options import Parser, budget, device, number
+from sinkcache.options import Parser, budgets, device, number
 from sinkcache.plugins import listing, named
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.policy import Policy
@@ -81,8 +81,9 @@ def _add_generate(commands) -> None:
         "what is evicted: streaming-llm, window, or any of `policies`, such as \"H2O(recent=64)\""))  # fmt: skip
     parser.add_argument("--sinks", type=number(int, 0), metavar="N", default=argparse.SUPPRESS, help=(
         f"first tokens that are never evicted, with streaming-llm (default: {_SINKS})"))  # fmt: skip
-    parser.add_argument("--budget", type=budget, metavar="N", default=1024, help=(
-        "tokens a layer holds, sinks included; or a share of the prompt, such as 0.25"))  # fmt: skip
+    parser.add_argument("--budget", type=budgets, metavar="N", default=1024, help=(
+        "tokens a layer holds, sinks included; or a share of the prompt, such as 0.25; or a list of these, one for "
+        "each layer that is bounded, as `calibrate` prints it"))  # fmt: skip
     parser.add_argument("--evict-every", type=number(int, 1), metavar="N", default=1, help=(
         "tokens that a full layer gives up at once"))  # fmt: skip
     parser.add_argument("--positions", choices=("cache", "original"), default=argparse.SUPPRESS, help=(
@@ -111,7 +112,7 @@ def _add_inspect(commands) -> None:
 def _add_calibrate(commands) -> None:
     about = "share a budget out among a model's layers, by what each misses of a text"
     parser = commands.add_parser("calibrate", help=about, description=(
-        f"{about.capitalize()}. Prints a JSON list, the budget argument of SinkCache."))  # fmt: skip
+        f"{about.capitalize()}. Prints a JSON list, the budget of SinkCache and of `generate --budget`."))  # fmt: skip
     _add_model(parser)
     parser.add_argument("--text", metavar="FILE", default=argparse.SUPPRESS, help=(
         "a UTF-8 text like those to come (default: Python's language reference)"))  # fmt: skip
@@ -141,8 +142,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     policy = _policy(args)
-    if isinstance(args.budget, int):
-        check_budget(policy, args.budget, args.evict_every)
+    for each in args.budget if isinstance(args.budget, list) else [args.budget]:
+        if isinstance(each, int):
+            check_budget(policy, each, args.evict_every)
     choose = _chooser(args)
     prompt = from_file(args.prompt_file).text if "prompt_file" in args else args.prompt
     if not prompt:

@@ -33,8 +33,14 @@ def number(kind: Callable[[str], int | float], least: int) -> Callable[[str], in
     return parse
 
 
-def budget(text: str) -> int | float:
-    """Tokens, or a share of the prompt."""
+def budgets(text: str) -> int | float | list[int | float]:
+    """Tokens, or a share of the prompt; or a list of these, one for each layer, as `calibrate` prints it."""
+    if "," not in text and not text.startswith("["):
+        return _budget(text)
+    return [_budget(each.strip()) for each in text.removeprefix("[").removesuffix("]").split(",")]
+
+
+def _budget(text: str) -> int | float:
     try:
         value = float(text) if "." in text or "e" in text.lower() else int(text)
     except ValueError:

@@ -46,7 +46,7 @@ def text(tmp_path_factory) -> str:
     return str(file)
 
 
-def expected(folder: str, new: int, policy: Policy, budget: int | float, evict_every: int = 1) -> str:
+def expected(folder: str, new: int, policy: Policy, budget: Any, evict_every: int = 1) -> str:
     model: Any = tf.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = tf.AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer(PROMPT, return_tensors="pt")
@@ -67,6 +67,16 @@ def test_generates_what_generate_does(llama, capsys, budget):
     assert err.count("\n") == 1
     assert "30 tokens generated" in err
     assert f"69 seen, {number if isinstance(number, int) else math.ceil(number * 40)} held" in err
+
+
+@pytest.mark.parametrize("budget", ["[12, 20]", "12,20", "12, 0.5"])
+def test_takes_a_budget_for_each_layer_as_calibrate_prints_it(llama, capsys, budget):
+    asked = ["generate", "--model", llama, "--prompt", PROMPT, "--budget", budget, "--max-new-tokens", "30"]
+    assert main(asked) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(llama, 30, StreamingLLM(), [12, 20]) + "\n"
+    assert out != expected(llama, 30, StreamingLLM(), [20, 12]) + "\n"
+    assert "20 held" in err
 
 
 @pytest.mark.parametrize(
@@ -174,6 +184,8 @@ GENERATE = ["generate", "--model", "./missing", "--prompt", "w1"]
         ([*GENERATE, "--budget", "1.5"], "(0, 1], got '1.5'"),
         ([*GENERATE, "--budget", "0.0"], "(0, 1], got '0.0'"),
         ([*GENERATE, "--budget", "many"], "got 'many'"),
+        ([*GENERATE, "--budget", "16,"], "got ''"),
+        ([*GENERATE, "--budget", "[16, 8]", "--sinks", "8"], "num_sinks=8 with budget=8"),
         ([*GENERATE, "--sinks", "-1"], "got '-1'"),
         ([*GENERATE, "--policy", "h3o"], "no policy is named h3o: did you mean H2O?"),
         ([*GENERATE, "--policy", "H2O(recnt=3)"], "H2O has no field recnt: did you mean recent?"),
@@ -214,6 +226,11 @@ def test_mistakes_are_one_line_and_exit_code_2(arguments, said, capsys):
 def test_share_too_small_for_the_sinks_is_a_mistake(llama, capsys):
     assert main(["generate", "--model", llama, "--prompt", PROMPT, "--budget", "0.1"]) == 2
     assert "num_sinks=4 with budget=4" in capsys.readouterr().err
+
+
+def test_a_list_of_another_length_than_the_models_layers_is_a_mistake(llama, capsys):
+    assert main(["generate", "--model", llama, "--prompt", PROMPT, "--budget", "16,16,16"]) == 2
+    assert "budget has 3 entries for 2 bounded layers" in capsys.readouterr().err
 
 
 def test_chat_needs_a_template(llama, capsys):
