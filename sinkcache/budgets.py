@@ -50,10 +50,7 @@ def pyramid(budget: int, layers: int, beta: int | float = 20, window: int = 0) -
     last = Fraction(share) / Fraction(beta)
     fall = 2 * (share - last) / max(layers - 1, 1)
     exact = [2 * share - last - fall * layer for layer in range(layers)] if layers > 1 else [Fraction(share)]
-    tokens = [window + math.floor(one) for one in exact]
-    by_fraction = sorted(range(layers), key=lambda layer: math.floor(exact[layer]) - exact[layer])
-    for layer in by_fraction[: layers * budget - sum(tokens)]:
-        tokens[layer] += 1
+    tokens = [window + one for one in _whole(exact)]
     while min(tokens) < 1:
         tokens[tokens.index(min(tokens))] += 1
         tokens[tokens.index(max(tokens))] -= 1
@@ -79,12 +76,31 @@ def scaled(budgets: Sequence[int], budget: int, least: int = 1) -> list[int]:
         raise ValueError("budgets must have an entry for each bounded layer, got none")
     if least > budget:
         raise ValueError(f"least must be at most the budget, got least={least} with budget={budget}")
-    total, whole = len(budgets) * budget, sum(budgets)
-    tokens = [each * total // whole for each in budgets]
-    by_fraction = sorted(range(len(budgets)), key=lambda layer: -(budgets[layer] * total % whole))
-    for layer in by_fraction[: total - sum(tokens)]:
-        tokens[layer] += 1
+    tokens = _whole([Fraction(each * len(budgets) * budget, sum(budgets)) for each in budgets])
     while min(tokens) < least:
         tokens[tokens.index(min(tokens))] += 1
         tokens[tokens.index(max(tokens))] -= 1
+    return tokens
+
+
+def evened(budgets: Sequence[int], even: int | float) -> list[int]:
+    """Budgets between those given and their mean, which must be a whole number: `even` 0 is as they are, 1 all alike.
+
+    The sum stays the same to the token: of the fractions the largest are rounded up.
+
+    >>> evened([64, 128, 64, 256], even=0.25)
+    [80, 128, 80, 224]
+    """
+    if not 0 <= even <= 1:
+        raise ValueError(f"even must be between 0 (as found) and 1 (all alike), got {even}")
+    mean, part = Fraction(sum(budgets), len(budgets)), Fraction(even)
+    return _whole([part * mean + (1 - part) * each for each in budgets])
+
+
+def _whole(exact: Sequence[Fraction]) -> list[int]:
+    """Whole numbers of the same, whole, sum: those with the largest fractions are rounded up."""
+    tokens = [math.floor(one) for one in exact]
+    by_fraction = sorted(range(len(exact)), key=lambda index: tokens[index] - exact[index])
+    for index in by_fraction[: int(sum(exact)) - sum(tokens)]:
+        tokens[index] += 1
     return tokens

@@ -1,4 +1,4 @@
-"""The command line: `python -m sinkcache generate`, `inspect`, `calibrate` and `policies`.
+"""The command line: `python -m sinkcache generate`, `inspect`, `calibrate`, `policies` and `plan`.
 
 A user's mistake is one line on stderr and exit code 2, found before the model is loaded where that is possible. A model
 that `inspect` finds cannot be bounded is exit code 1, as is a plug-in that cannot be listed; Ctrl-C is 130. Standard
@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from sinkcache import SinkCache, __version__
+from sinkcache import SinkCache, __version__, plan_command
 from sinkcache.book import check_budget
+from sinkcache.budgets import evened
 from sinkcache.calibration import calibrate
 from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, tokens_of
 from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
@@ -66,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_calibrate(commands)
     _add_policies(commands)
+    plan_command.add(commands)
     return parser
 
 
@@ -121,6 +123,8 @@ def _add_calibrate(commands) -> None:
     parser.add_argument(
         "--budget", type=number(int, 1), metavar="N", default=256, help="tokens a layer holds, on average"
     )
+    parser.add_argument("--even", type=number(float, 0), metavar="P", default=0.25, help=(
+        "the part of the budget that all layers share alike, from 0 to 1"))  # fmt: skip
     parser.add_argument("--chunk", type=number(int, 1), metavar="N", default=64, help="tokens read at once")
     parser.set_defaults(run=_calibrate)
 
@@ -219,13 +223,14 @@ def _calibrate(args: argparse.Namespace) -> int:
     check_budget(policy, args.budget, 1)
     if args.tokens <= args.budget:
         raise ValueError(f"--budget {args.budget} evicts nothing from --tokens {args.tokens}: raise --tokens")
+    evened([args.budget], args.even)
     text = from_file(args.text) if "text" in args else embedded()
     model, tokenizer = _load(args)
     input_ids = tokenize(text, tokenizer, limit=args.tokens)
     if input_ids.shape[1] < args.tokens:
         raise ValueError(f"text {text.name!r} has {input_ids.shape[1]} tokens, got --tokens {args.tokens}: lower it")
     with Console(stderr=True).status(f"calibrating {args.model}"):
-        found = calibrate(model, input_ids, policy, args.budget, args.chunk)
+        found = calibrate(model, input_ids, policy, args.budget, args.chunk, even=args.even)
     print(f"{args.model}, {policy!r}, {args.tokens} tokens of {text.name}", file=sys.stderr)  # noqa: T201
     print(json.dumps(found))  # noqa: T201
     return 0

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sinkcache import SinkCache
 from sinkcache.book import least_budget
-from sinkcache.budgets import scaled
+from sinkcache.budgets import evened, scaled
 from sinkcache.calibration import calibrate, missed, shared_out
 from sinkcache.hearing import Heard, overhear
 from sinkcache.policies import H2O, TOVA, AdaKV, Protect, SnapKV, StreamingLLM, Window
@@ -95,7 +95,7 @@ def test_no_budget_is_tried_that_is_longer_than_the_text(
         return torch.stack([torch.arange(len(budgets)).flip(0), *torch.zeros(3, len(budgets))])
 
     monkeypatch.setattr("sinkcache.calibration.missed", greedy)
-    assert calibrate(model("smollm3"), tokens(24), Window(), 16, least=4, grid=grid) == [24, 14, 13, 13]
+    assert calibrate(model("smollm3"), tokens(24), Window(), 16, least=4, grid=grid, even=0) == [24, 14, 13, 13]
 
 
 def test_a_grid_and_a_least_are_kept_to(model) -> None:
@@ -103,6 +103,25 @@ def test_a_grid_and_a_least_are_kept_to(model) -> None:
     assert sum(got) == 48
     assert min(got) >= 6
     assert max(got) <= 60
+
+
+def test_a_calibrated_list_is_evened_out_by_a_quarter(model) -> None:
+    network, text = model("smollm3"), tokens(90)
+    found, given, alike = (
+        calibrate(network, text, Window(), 16, chunk=8, even=0),
+        calibrate(network, text, Window(), 16, chunk=8),
+        calibrate(network, text, Window(), 16, chunk=8, even=1),
+    )
+    assert len(set(found)) > 1
+    assert given == evened(found, 0.25)
+    assert alike == [16] * 4
+
+
+def test_evened_budgets_lie_between_those_given_and_their_mean() -> None:
+    assert evened([4, 12], 0) == [4, 12]
+    assert evened([4, 12], 0.25) == [5, 11]
+    assert evened([4, 12], 1) == [8, 8]
+    assert evened([1, 2, 6], 0.5) == [2, 3, 4]  # 2, 2.5 and 4.5: of equal fractions the first is rounded up
 
 
 @pytest.mark.parametrize("near", [0, 1])
@@ -114,7 +133,7 @@ def test_a_layer_that_attends_to_the_newest_gives_its_tokens_to_one_that_looks_f
         torch.nn.init.constant_(projection.bias, 4.0)
     far = network.model.layers[1 - near].self_attn
     far.q_proj.weight.data.mul_(2)
-    got = calibrate(network, tokens(96), H2O(recent=4), 16, chunk=8)
+    got = calibrate(network, tokens(96), H2O(recent=4), 16, chunk=8, even=0)
     assert got[near] <= 8 < 24 <= got[1 - near]
 
 
@@ -176,6 +195,8 @@ def test_what_a_policy_needs_is_found() -> None:
         ({"grid": [4, 12.5]}, ValueError, "grid must hold whole numbers of tokens"),
         ({"input_ids": torch.ones(2, 40, dtype=torch.int64)}, ValueError, "one text"),
         ({"chunk": 0}, ValueError, "chunk must be at least 1"),
+        ({"even": 1.5}, ValueError, "even must be between 0 .as found. and 1 .all alike., got 1.5"),
+        ({"even": -0.1}, ValueError, "got -0.1"),
     ],
 )
 def test_what_cannot_be_calibrated_is_an_error_before_anything_is_read(

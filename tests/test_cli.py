@@ -207,6 +207,7 @@ GENERATE = ["generate", "--model", "./missing", "--prompt", "w1"]
         (["inspect", "--text", "/no/such/file"], "'/no/such/file' cannot be read"),
         (["inspect", "--model", "nobody/nothing"], "'nobody/nothing'"),
         (["calibrate", "--budget", "64", "--tokens", "64"], "--budget 64 evicts nothing from --tokens 64"),
+        (["calibrate", "--even", "1.5"], "even must be between 0 (as found) and 1 (all alike), got 1.5"),
         (["calibrate", "--budget", "0.5"], "must be a whole number, 1 or more, got '0.5'"),
         (["calibrate", "--policy", "H2O(recent=64)", "--budget", "64"], "got 0 + 64 with budget=64: raise the budget"),
         (["calibrate", "--policy", "H3O"], "no policy is named H3O: did you mean H2O?"),
