@@ -10,7 +10,10 @@ made for the longest, and each layer takes the columns at its end: its own slots
 
 `reveal`: a policy may ask what attention a token receives. The layer that has just handed out its keys is then shown
 the attention computed over them, by the model's own function where its queries are enough. A layer whose heads hold
-different tokens says in a mask of its own who sees what.
+different tokens says in a mask of its own who sees what. Flash attention keeps its name (`sinkcache.flash`) and makes
+the output of every step, so that a policy changes what is kept and nothing else; what keys receive of all queries, if
+the policy reads it, is computed beside, at the price of one more product of queries and keys. Only where heads hold
+different tokens, which the kernel cannot be told, are both computed by blocks.
 """
 
 import sys
@@ -28,9 +31,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from sinkcache.devices import device_of
+from sinkcache.flash import Columns, is_flash, show, shows
 from sinkcache.guard import show_all_to, shown_to, uncompiled
 from sinkcache.observe import Kernel, attention
-from sinkcache.policy import Watch
+from sinkcache.onlooker import Onlooker, Trial
 
 _PACKED, _EAGER = "sinkcache_packed", "sinkcache_eager"
 _OURS = {"sdpa": _PACKED, "eager": _EAGER, _PACKED: _PACKED, _EAGER: _EAGER}
@@ -73,7 +77,19 @@ def fit(model: Any) -> None:
 
 
 def reveal(model: Any) -> None:
-    """Has `model` attend where a layer can be shown it: sdpa becomes `packed`, eager attention stays eager.
+    """Has `model` attend where the layer that stores its keys can be shown it, all of it, as `expose` does.
+
+    Raises ValueError as `expose` does, or if layers share keys.
+    """
+    config = cast(Any, model).config.get_text_config(decoder=True) if isinstance(model, nn.Module) else None
+    if getattr(config, "num_kv_shared_layers", 0):
+        name = type(model).__name__
+        raise ValueError(f"a policy that reads attention cannot see all of it in {name}, whose layers share keys")
+    expose(model)
+
+
+def expose(model: Any) -> None:
+    """Has `model` attend where it can be shown: sdpa becomes `packed`, eager and flash attention stay.
 
     Raises ValueError if its attention is another, cannot be set, or is not what is computed by blocks.
     """
@@ -83,19 +99,18 @@ def reveal(model: Any) -> None:
             "config"
         )
     current, name = cast(Any, model).config._attn_implementation, type(model).__name__
-    if current not in _OURS or not _settable(model):
+    served = _OURS.get(current) or (current if is_flash(current) else None)
+    if served is None or not _settable(model):
         raise ValueError(
             f"a policy that reads attention, or lets heads compete, cannot be shown {current} attention of {name}: "
             'load it with attn_implementation="sdpa" or "eager" if it has them, or use a policy of positions or keys'
         )
-    if getattr(cast(Any, model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
-        raise ValueError(f"a policy that reads attention cannot see all of it in {name}, whose layers share keys")
-    if "reveal" not in _FITS.get(model, ()):
-        expected = _read(model)
-        _set(model, _OURS[current])
-        show_all_to(Onlooker())
+    if f"reveal {served}" not in _FITS.get(model, ()):
+        expected, trial = _read(model), Trial()
+        _set(model, served)
+        show_all_to(trial)
         try:
-            alike = _alike(model, expected)
+            alike = _alike(model, expected) and trial.layers > 0
         finally:
             show_all_to(None)
         if not alike:
@@ -104,8 +119,13 @@ def reveal(model: Any) -> None:
                 f"a policy that reads attention cannot be shown that of {name}, which is not softmax of scaled "
                 f"products ({current} attention): try the other of sdpa and eager, or a policy of positions or keys"
             )
-        _FITS.setdefault(model, set()).add("reveal")
-    _set(model, _OURS[current])
+        _FITS.setdefault(model, set()).add(f"reveal {served}")
+    _set(model, served)
+
+
+def revealed(name: str) -> bool:
+    """Whether attention of that name is shown to the layers that wait for it."""
+    return name in _OURS.values() or shows(name)
 
 
 def attend(
@@ -159,9 +179,13 @@ def _watched(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    columns: Columns | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention that ends the step of `layer`: the model's `own`, or by blocks, for each key's sum or another mask."""
+    """Attention that ends the step of `layer`: the model's `own`, or by blocks, for each key's sum or another mask.
+
+    With `columns`, what flash attention makes of the mask, the output is by blocks for another mask alone.
+    """
     kernel = Kernel(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
     if layer.awaiting not in (None, key.shape[2]):
         raise RuntimeError(
@@ -169,10 +193,10 @@ def _watched(
             "attends in a way of its own, which a policy that reads attention cannot follow. Report the model"
         )
     received, shown = None, layer.mask()
-    if layer.watch.mass and shown is None and layer.last_alone():
+    columns = None if isinstance(layer, Trial) else columns
+    if layer.watch.mass and shown is None and (columns is not None or layer.last_alone()):
         output = own(module, query, key, value, mask)[0]
-        last = None if mask is None else mask[..., -1:, :]
-        received = attention(query[:, :, -1:], key, value, last, kernel, None, layer.heads(key), layer.watch.group)[1]
+        received = _received(layer, query, key, value, mask, kernel, columns)
     elif layer.watch.mass or shown is not None:
         mask = mask if shown is None else shown
         weights, heads = layer.weights(), layer.heads(key)
@@ -180,8 +204,23 @@ def _watched(
         output = output.transpose(1, 2).contiguous()
     else:
         output = own(module, query, key, value, mask)[0]
+    if isinstance(layer, Onlooker):
+        whole = mask if columns is None or columns.plain(key.shape[2]) else columns.mask(query.shape[2], key)
+        layer.look(module, key, value, whole)
     layer.observe(query, received, kernel)
     return output, None
+
+
+def _received(
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kernel: Kernel, columns: Columns | None
+) -> Tensor:
+    """What each key receives where the output is the model's own: of the last query alone, or of all `columns` tell."""
+    last, heads, group = layer.last_alone(), layer.heads(key), layer.watch.group
+    query, weights = (query[:, :, -1:], None) if last else (query, layer.weights())
+    if columns is not None:
+        return columns.received(query, key, kernel, weights, heads, group)
+    mask = None if mask is None else mask[..., -1:, :]
+    return attention(query, key, value, mask, kernel, weights, heads, group)[1]
 
 
 def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -191,31 +230,12 @@ def _cut(mask: Tensor | None, key: Tensor) -> Tensor | None:
     return mask[..., -key.shape[2] :]
 
 
-class Onlooker:
-    """Stands for the layers of a cache when a model is tried: wants sums, and does nothing with them."""
-
-    watch, awaiting = Watch(mass=True), None
-
-    def mask(self) -> None:
-        return None
-
-    def weights(self) -> None:
-        return None
-
-    def last_alone(self) -> bool:
-        return False
-
-    def heads(self, key: Tensor) -> int:
-        return key.shape[1]
-
-    def observe(self, *shown: Any) -> None:
-        return None
-
-
 def _set(model: nn.Module, name: str) -> None:
     packed()
     AttentionInterface.register(_EAGER, attend_eagerly)
     AttentionMaskInterface.register(_EAGER, eager_mask)
+    if is_flash(name):
+        show(model, name, _watched)
     if cast(Any, model).config._attn_implementation != name:
         cast(Any, model).set_attn_implementation(name)
 

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from sinkcache.attention import Onlooker, reveal
+from sinkcache.attention import reveal
 from sinkcache.devices import device_of
 from sinkcache.guard import arguments, cache_argument, show_to
 from sinkcache.observe import Kernel
+from sinkcache.onlooker import Onlooker
 from sinkcache.policy import Watch
 from sinkcache.support import decoder_config
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
+from sinkcache.attention import revealed
 from sinkcache.bounded import BoundedLayer
 from sinkcache.guard import Guarded, show_to, uncompiled
 from sinkcache.held import Held
@@ -144,7 +145,7 @@ class Announced(Held, Guarded):
                 "for each model"
             )
         self._checked = id(model)
-        if self.reads_attention and not attention.startswith("sinkcache"):
+        if self.reads_attention and not revealed(attention):
             raise ValueError(
                 f"the policy reads attention, and the model's was set back to {attention}: make the cache anew, or "
                 "leave the model's attention as the cache has set it"
