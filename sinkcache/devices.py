@@ -21,11 +21,15 @@ def device_of(model: nn.Module) -> torch.device:
 
 def layer_devices(model: nn.Module, layers: int) -> list[torch.device]:
     """Where each of the `layers` layers of a model computes: where its weights are, or where accelerate brings them."""
+    found = blocks(model, layers) or [cast(Any, model).get_input_embeddings()] * layers
+    return [_device(each) or device_of(model) for each in found]
+
+
+def blocks(model: nn.Module, layers: int) -> nn.ModuleList | None:
+    """The `layers` blocks of a model's decoder, in order; None if it has no list of so many."""
     decoder = getattr(model, "get_decoder", lambda: None)() or model
     stacks = (each for each in decoder.modules() if isinstance(each, nn.ModuleList) and len(each) == layers)
-    return [
-        _device(each) or device_of(model) for each in next(stacks, [cast(Any, model).get_input_embeddings()] * layers)
-    ]
+    return next(stacks, None)
 
 
 def _device(module: nn.Module) -> torch.device | None:
