@@ -35,7 +35,8 @@ define install
 	    "or with TORCH_INDEX=<index of CPU builds>" >&2; exit 1; }
 endef
 
-.PHONY: help venv test test-fast test-oldest test-versions test-exhaustive zoo mutations lint format demo bench clean
+.PHONY: help venv test test-fast test-oldest test-versions test-exhaustive zoo mutations lint format demo emergence \
+  bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -84,6 +85,16 @@ format: venv ## rewrite what ruff can
 
 demo: venv ## perplexity over a stream, a window against sinks + window; idle threads sleep, others may be at work
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.stream_perplexity --demo
+
+EMERGENCE := out/emergence
+LADDERS := $(foreach control,backcopy backcopy-no-bos,$(addprefix $(EMERGENCE)/ladders/$(control)-seed,0 1 2))
+
+emergence: venv ## the demo's second page: small models in whose training a sink emerges, and the sink of the embedded one
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.train_ladder --seeds 0,1,2 --control none,no-bos --jobs 2 \
+	  --out $(EMERGENCE)/ladders
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.sink_emergence --ladder $(LADDERS) --threads 1 \
+	  --out $(EMERGENCE)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.first_token_share --tokens 512 --out $(EMERGENCE)/embedded
 
 zoo: venv ## every architecture, policy, convention and usage against a reference: docs/support.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python tests/zoo.py --markdown docs/support.md
