@@ -4,12 +4,12 @@
 """
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from experiments.subject import Subject
+from experiments.whole import put
 from sinkcache.book import least_budget
 from sinkcache.budgets import scaled
 from sinkcache.calibration import calibrate
@@ -42,9 +42,7 @@ class Calibrated:
                 return kept["budgets"]
         self.say(f"calibrating {read.identity['model']} on {embedded().name}")
         found = calibrate(read.model, tokenize(embedded(), read.tokenizer, TOKENS).to(read.ids.device), POLICY, BUDGET)
-        unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps({"policy": repr(POLICY), "budgets": found}) + "\n", encoding="utf-8")
-        os.replace(unfinished, path)
+        put(path, json.dumps({"policy": repr(POLICY), "budgets": found}) + "\n")
         return found
 
 

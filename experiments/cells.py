@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import os
-import tempfile
 from pathlib import Path
 
 from experiments.results import Row
+from experiments.whole import put
 
 
 class Cells:
@@ -27,10 +26,7 @@ class Cells:
     def write(self, identity: Row, **found: float) -> None:
         """Adds to a cell; on disk is what was there before, or all of it."""
         row = {**self.read(identity), **found}
-        handle, unfinished = tempfile.mkstemp(dir=self.folder, suffix=".unfinished")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(row, file, indent=1, sort_keys=True)
-        os.replace(unfinished, self._path(identity))
+        put(self._path(identity), json.dumps(row, indent=1, sort_keys=True))
         self._new.add(self._path(identity))
 
     def _path(self, identity: Row) -> Path:

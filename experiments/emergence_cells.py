@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from experiments.results import Row
-from experiments.revisions import write
+from experiments.whole import put
 
 DONE, FAILED = "done", "failed"
 
@@ -54,7 +54,7 @@ class Store:
         row = {"asked": asked, **identity, **found}
         path = self.folder / f"{hash_of({'asked': asked, **identity})}.json"
         cells = self._cells.setdefault(hash_of(asked), {})
-        write(path, json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
+        put(path, json.dumps(row, sort_keys=True, allow_nan=False) + "\n")
         for other in [each for each, past in cells.items() if past["status"] == FAILED and each != path]:
             other.unlink(missing_ok=True)
             del cells[other]

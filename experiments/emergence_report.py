@@ -1,7 +1,6 @@
 """What is written of sink emergence: a row for each step, all of it as JSON, figures, and a report in one HTML file."""
 
 import csv
-import html
 import json
 import shlex
 from collections.abc import Sequence
@@ -11,10 +10,9 @@ from experiments.emergence_curves import Curve
 from experiments.emergence_plots import figures
 from experiments.emergence_tables import NAMES, control_table, final_table, onset_table, published_table, step_table
 from experiments.onset import DEFINITIONS
-from experiments.plots import svg
-from experiments.report import _STYLE, _table
+from experiments.page import page, pictures, table, text
 from experiments.results import Row
-from experiments.revisions import write
+from experiments.whole import put
 
 NOTES = (
     "Steps between two checkpoints are interpolated, the checkpoints stand beside them; from step 0 on nothing is, the "
@@ -28,7 +26,7 @@ def write_all(
     folder: Path, curves: Sequence[Curve], summaries: Sequence[Row], failed: dict[str, str], argv: Sequence[str]
 ) -> Path:
     """Writes `emergence.csv`, `emergence.json`, the figures and `report.html`; returns the report's path."""
-    write(folder / "emergence.json", json.dumps({"series": list(summaries), "failed": failed}, indent=1) + "\n")
+    put(folder / "emergence.json", json.dumps({"series": list(summaries), "failed": failed}, indent=1) + "\n")
     _write_csv(folder / "emergence.csv", summaries)
     drawn = [curve for curve in curves if curve.points]
     made = figures(drawn, [curve.onsets(1, 0) for curve in drawn])
@@ -39,29 +37,24 @@ def write_all(
         f"<h1>{title}</h1>",
         _failures(failed),
         "<h2>Onset</h2>",
-        _table("", *onset_table(summaries)),
+        table("", *onset_table(summaries)),
         f'<p class="note">{NOTES}</p>',
         "<dl>"
-        + "".join(f"<dt>{NAMES[name]}</dt><dd>{_text(words)}</dd>" for name, words in DEFINITIONS.items())
+        + "".join(f"<dt>{NAMES[name]}</dt><dd>{text(words)}</dd>" for name, words in DEFINITIONS.items())
         + "</dl>",
         "<h2>The last checkpoint</h2>",
-        _table("", *final_table(summaries)),
+        table("", *final_table(summaries)),
         _published(summaries),
         "<h2>Figures</h2>",
-        *(
-            f"<figure>{svg(figure, name)}<figcaption>{_text(caption)}</figcaption></figure>"
-            for name, (caption, figure) in made.items()
-        ),
+        *pictures(made),
         "<h2>Step by step</h2>",
-        *(_table(row["series"], *step_table(row)) for row in summaries if row["steps"]),
+        *(table(row["series"], *step_table(row)) for row in summaries if row["steps"]),
         _controls(summaries),
         "<h2>How to get these numbers again</h2>",
-        f"<pre>{_text(shlex.join(['python', '-m', 'experiments.sink_emergence', *argv]))}</pre>",
+        f"<pre>{text(shlex.join(['python', '-m', 'experiments.sink_emergence', *argv]))}</pre>",
         _facts(drawn),
     ]
-    head = f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
-    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8">{head}<style>{_STYLE}</style></head><body>'
-    write(folder / "report.html", page + "\n".join(body) + "</body></html>\n")
+    put(folder / "report.html", page(title, body))
     return folder / "report.html"
 
 
@@ -76,7 +69,7 @@ def printed(summaries: Sequence[Row]) -> str:
 
 
 def _published(summaries: Sequence[Row]) -> str:
-    parts = [_table("", *published_table(row)) for row in summaries if row["published"]]
+    parts = [table("", *published_table(row)) for row in summaries if row["published"]]
     note = "The published curve is of texts that are not these, so a figure may lie beside its band for that alone."
     return f"<h2>Against the published curve</h2><p class='note'>{note}</p>" + "".join(parts) if parts else ""
 
@@ -88,11 +81,11 @@ def _controls(summaries: Sequence[Row]) -> str:
         "Of the last checkpoint. Shuffled: the entries of each weight permuted. Random: tokens drawn evenly from the "
         "vocabulary. Repeated: one token over and over, which rotary positions tell apart by distance only."
     )
-    return f"<h2>Controls</h2><p class='note'>{note}</p>" + _table("", *control_table(summaries))
+    return f"<h2>Controls</h2><p class='note'>{note}</p>" + table("", *control_table(summaries))
 
 
 def _failures(failed: dict[str, str]) -> str:
-    lines = "".join(f"<li>{_text(name)}: {_text(reason)}</li>" for name, reason in failed.items())
+    lines = "".join(f"<li>{text(name)}: {text(reason)}</li>" for name, reason in failed.items())
     return f'<div class="say"><p>Not measured, so not in any curve:</p><ul>{lines}</ul></div>' if failed else ""
 
 
@@ -107,10 +100,10 @@ def _facts(curves: Sequence[Curve]) -> str:
         settings = (
             f"{row['tokens']:,} tokens each, queries from {asked['first_query']} on, BOS {asked['bos']}, {budget}"
         )
-        told += [f"<dt>{_text(curve.series)}</dt>", f"<dd>{_text(f'{settings}; {asked_type(asked)}')}</dd>"]
-        told += [f"<dd>documents: {_text(', '.join(documents))}</dd>", f"<dd>{_text(row['lacks'] or '')}</dd>"]
+        told += [f"<dt>{text(curve.series)}</dt>", f"<dd>{text(f'{settings}; {asked_type(asked)}')}</dd>"]
+        told += [f"<dd>documents: {text(', '.join(documents))}</dd>", f"<dd>{text(row['lacks'] or '')}</dd>"]
         weights = ", ".join(f"step {point.step}: {point.rows[0]['weights']}" for point in curve.points)
-        told += [f"<dd>weights: <code>{_text(weights)}</code></dd>"]
+        told += [f"<dd>weights: <code>{text(weights)}</code></dd>"]
     return f"<dl>{''.join(told)}</dl>"
 
 
@@ -130,7 +123,3 @@ def _write_csv(path: Path, summaries: Sequence[Row]) -> None:
 
 def _markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ["---"] * len(heads), *rows))
-
-
-def _text(value: object) -> str:
-    return html.escape(str(value))

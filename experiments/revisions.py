@@ -6,7 +6,6 @@ while they are on no disk any more.
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
+from experiments.whole import put
 from sinkcache.models import EMBEDDED, _reason
 
 SIZES = ("14m", "31m", "70m", "160m", "410m", "1b", "1.4b", "2.8b", "6.9b")
@@ -154,14 +154,7 @@ class Downloads:
 
     def _keep(self, commits: list[str]) -> None:
         self.commits = commits
-        write(self.path, json.dumps(sorted(commits), indent=1) + "\n")
-
-
-def write(path: Path, text: str) -> None:
-    """Has `text` in the file at `path`: whole, or what was there before."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(text, encoding="utf-8")
-    os.replace(unfinished, path)
+        put(self.path, json.dumps(sorted(commits), indent=1) + "\n")
 
 
 def _snapshot(revision: Revision, commit: str) -> Path:

@@ -3,7 +3,6 @@
 import csv
 import io
 import json
-import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 import torch
 
-from experiments.plots import _LEGEND, _MARKS, COLOURS, INK, _axes, svg
-from experiments.report import _STYLE, _table, _text
+from experiments.page import page, pictures, table, text
+from experiments.plots import _LEGEND, _MARKS, COLOURS, INK, _axes
 from experiments.results import Row
 from experiments.share_tables import NOTE, by_layer, mean, tables
+from experiments.whole import put
 
 
 def write(folder: Path, rows: Sequence[Row], command: Sequence[str]) -> None:
@@ -23,35 +23,26 @@ def write(folder: Path, rows: Sequence[Row], command: Sequence[str]) -> None:
     for name, (_, figure) in drawn.items():
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=150, facecolor="white")
-        _put(folder / f"{name}.png", image.getvalue())
+        put(folder / f"{name}.png", image.getvalue())
     lines = [{"text": row["text"], **line} for row in rows for line in by_layer([row])]
     writer = csv.DictWriter(sheet, list(lines[0]))
     writer.writeheader()
     writer.writerows(lines)
-    _put(folder / "layers.csv", sheet.getvalue().encode())
-    _put(folder / "results.json", (json.dumps(rows, indent=1, sort_keys=True) + "\n").encode())
+    put(folder / "layers.csv", sheet.getvalue().encode())
+    put(folder / "results.json", (json.dumps(rows, indent=1, sort_keys=True) + "\n").encode())
     title, first = "Attention to the first token", rows[0]
     about = f"{first['model']} ({first['dtype']}, weights {first['weights']}), the first "
     about += f"{first['facts']['tokens']:,} tokens of each text, queries from index {first['first_query']} on, "
     about += f"BOS: {first['bos']}."
-    body = [f"<h1>{title}</h1><p>{_text(about)}</p>"]
-    body += [f"<h2>{_text(name)}</h2>{_table('', heads, cells)}" for name, heads, cells in tables(rows)[:2]]
-    body += [f'<p class="note">{_text(NOTE)}</p><h2>Figures</h2>']
-    body += [
-        f"<figure>{svg(each, name)}<figcaption>{told}</figcaption></figure>" for name, (told, each) in drawn.items()
-    ]
-    body += [f"<h2>{_text(name)}</h2>{_table('', heads, cells)}" for name, heads, cells in tables(rows)[2:]]
+    body = [f"<h1>{title}</h1><p>{text(about)}</p>"]
+    body += [f"<h2>{text(name)}</h2>{table('', heads, cells)}" for name, heads, cells in tables(rows)[:2]]
+    body += [f'<p class="note">{text(NOTE)}</p><h2>Figures</h2>']
+    body += pictures(drawn)
+    body += [f"<h2>{text(name)}</h2>{table('', heads, cells)}" for name, heads, cells in tables(rows)[2:]]
     versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-    again = f"<pre>{_text(shlex.join(command))}</pre><p>{_text(versions)}</p>"
+    again = f"<pre>{text(shlex.join(command))}</pre><p>{text(versions)}</p>"
     body.append(f"<h2>How to get these numbers again</h2>{again}")
-    page = f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-    _put(folder / "report.html", f"{page}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>\n".encode())
-
-
-def _put(path: Path, content: bytes) -> None:
-    unfinished = path.with_name(path.name + ".unfinished")
-    unfinished.write_bytes(content)
-    os.replace(unfinished, path)
+    put(folder / "report.html", page(title, body))
 
 
 def figures(rows: Sequence[Row]) -> dict[str, tuple[str, Any]]:
