@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from sinkcache import SinkCache, __version__, plan_command
+from sinkcache import SinkCache, __version__
 from sinkcache.book import check_budget
 from sinkcache.budgets import evened
 from sinkcache.calibration import calibrate
@@ -28,6 +28,7 @@ from sinkcache.generation import Status, encode, pieces, sample, stop_tokens, to
 from sinkcache.inspection import FIRST_QUERY, SAMPLE, Refused, inspect
 from sinkcache.models import EMBEDDED, load
 from sinkcache.options import Parser, budgets, device, number
+from sinkcache.planner import command
 from sinkcache.plugins import listing, named
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.policy import Policy
@@ -67,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_inspect(commands)
     _add_calibrate(commands)
     _add_policies(commands)
-    plan_command.add(commands)
+    command.add(commands)
     return parser
 
 

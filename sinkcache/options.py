@@ -3,8 +3,10 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,8 +56,10 @@ def _budget(text: str) -> int | float:
     return value
 
 
-def device(text: str) -> torch.device:
+def device(text: str) -> "torch.device":
     """One that tensors can be put on here."""
+    import torch  # takes seconds, and `plan` does without
+
     try:
         return torch.empty(0, device=text).device
     except (RuntimeError, AssertionError) as error:
