@@ -27,7 +27,9 @@ def _modules() -> list[str]:
 
 def _sources() -> set[str]:
     """The files an installed sinkcache has, by their names inside the wheel."""
-    library = {f"sinkcache/{path.name}" for path in (ROOT / "sinkcache").glob("*.py")}
+    library = {
+        str(path.relative_to(ROOT)) for place in ("*.py", "planner/*.py") for path in (ROOT / "sinkcache").glob(place)
+    }
     policies = {f"sinkcache/policies/{path.name}" for path in (ROOT / "policies").glob("*.py")}
     return {*library, *policies, "sinkcache/py.typed"}
 
