@@ -242,7 +242,7 @@ def test_a_model_outside_the_attention_interface_is_refused_in_a_line(
     with pytest.raises(SystemExit) as stop:
         run(place, tmp_path)
     assert stop.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    *_, line = capsys.readouterr().err.strip().splitlines()  # before it, what transformers may say of BLOOM
     assert "the attention of BloomForCausalLM cannot be measured" in line
 
 
@@ -263,3 +263,8 @@ def test_the_embedded_model_gives_its_first_token_what_was_measured(tokens: int)
         if name == "persuasion":  # of the others layer 18 may be level with it
             assert layers.index(max(layers)) == 23
         assert max(layers[:3] + layers[10:12]) < 0.025
+
+
+def test_facts_are_of_one_text() -> None:
+    with pytest.raises(ValueError, match="one text at a time, got 2"):
+        attention_facts(build("llama"), torch.ones(2, 80, dtype=torch.int64))

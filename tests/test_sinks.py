@@ -16,7 +16,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from experiments.sinks import attention_facts
 from sinkcache import sinks
 from sinkcache.guard import shown_to
 from sinkcache.shares import LayerSinks
@@ -275,11 +274,6 @@ def test_a_model_whose_attention_is_not_shown_is_refused(label: str) -> None:
     with pytest.raises(ValueError, match=r"cannot be (measured|shown)|no layer of attention"):
         attention_sinks(model, zoo.tokens(TOKENS), FIRST)
     assert model.config._attn_implementation == before
-
-
-def test_facts_are_of_one_text() -> None:
-    with pytest.raises(ValueError, match="one text at a time, got 2"):
-        attention_facts(build("llama"), zoo.tokens(TOKENS, 2), FIRST)
 
 
 class _Largest(TorchDispatchMode):

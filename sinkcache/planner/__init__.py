@@ -135,7 +135,7 @@ def plan(
         raise ValueError("lengths must have one number of tokens at least, got none")
     for length in lengths:
         check_tokens("a length", length)
-    model = source if isinstance(source, Model) else model_of(source, dtype, model_type)
+    model = model_of(source, dtype, model_type)
     asked = default_engines(model) if engines is None else engines
     return Plan(model, tuple(lengths), kind_rows(model, lengths), [engine_row(each, model, lengths) for each in asked])
 

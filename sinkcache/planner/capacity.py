@@ -65,7 +65,13 @@ def mixed(engine: Engine, model: Model, memory: int, classes: list[Class]) -> di
 
 
 def shared_out(classes: list[Class], count: int) -> dict[Class, int]:
-    """`count` users, whole ones, by the shares of their classes; of the fractions the largest are rounded up."""
+    """`count` users, whole ones, by the shares of their classes; of the fractions the largest are rounded up.
+
+    Raises ValueError if a class is there twice.
+    """
+    for index, each in enumerate(classes):
+        if each in classes[:index]:
+            raise ValueError(f"the class {each.prompt}:{each.answer}:{each.share} is there twice: add up its shares")
     exact = [each.share * count for each in classes]
     whole = [int(each + 1e-9) for each in exact]
     by_fraction = sorted(range(len(classes)), key=lambda index: whole[index] - exact[index])
@@ -87,7 +93,11 @@ def largest_budget(made: Callable[[int], Engine], model: Model, memory: int, use
             return True
         return engine.together(model, users) <= memory
 
-    found = _most(fits, max(users, default=1))
+    limit = max(users, default=1)
+    if fits(limit):  # nothing is evicted then, nor turned: a little less may need a little more
+        found = limit
+    else:
+        found = _most(fits, limit)
     try:
         return found if found and made(found).together(model, users) <= memory else 0
     except ValueError:

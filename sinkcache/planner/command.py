@@ -19,7 +19,7 @@ from sinkcache.planner.in_sinkcache import bounded
 from sinkcache.planner.in_vllm import VLLM
 from sinkcache.planner.kinds import FLOATS, FORMATS, Model
 from sinkcache.planner.report import csv_lines, tables
-from sinkcache.planner.sources import config_path, model_of
+from sinkcache.planner.sources import config_path, is_gguf, model_of
 from sinkcache.planner.users import Users, count_users
 from sinkcache.planner.weights import bytes_of, parsed
 
@@ -92,7 +92,7 @@ def _print(args: argparse.Namespace, made: Plan, users: Users | None, verdict: d
 def _verified(args: argparse.Namespace) -> dict:
     """What the model on the meta device says; torch and transformers are imported for it alone."""
     path = config_path(args.model, args.revision)
-    if path.suffix == ".gguf":
+    if is_gguf(path):
         raise ValueError(f"--verify is for a config, and {args.model!r} is a GGUF file: transformers does not run it")
     from sinkcache.planner.verify import verify_config  # needs torch, and seconds
 

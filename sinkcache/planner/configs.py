@@ -43,7 +43,7 @@ def from_file(path: Path, model_type: str | None = None) -> Model:
     """The model of a `config.json`; raises ValueError, which names the file, if it cannot be read."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(f"config {str(path)!r} cannot be read: {reason}") from error
     if not isinstance(config, dict):
@@ -87,6 +87,8 @@ def _known(model_type: Any) -> str:
     """The family of a `model_type`; raises ValueError if there is none."""
     if model_type is None:
         raise ValueError("config field model_type is missing, which says what the others mean: give it, or --as llama")
+    if not isinstance(model_type, str):
+        raise ValueError(f"config field model_type must be a name, got {_short(model_type)}")
     for each in (model_type, f"{model_type}_text", f"{model_type}_text_model"):
         if each in FAMILIES:
             return each

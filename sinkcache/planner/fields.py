@@ -5,6 +5,8 @@ from typing import Any
 
 from sinkcache.planner.families import Family
 
+_LARGEST = 2**31 - 1  # the largest int of C: no field that is a size is more
+
 
 class Fields:
     """The fields of a decoder's config, by the names of transformers; `assumed` tells which of them were not in it."""
@@ -33,7 +35,26 @@ class Fields:
             raise ValueError(f"config field {written} of {self.model_type} is {state}: give a whole number")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"config field {written} must be a whole number, {least} or more, got {value!r}")
+        if value > _LARGEST:
+            raise ValueError(
+                f"config field {written} must be at most {_LARGEST:,}, got a number of {len(str(value))} digits"
+            )
         return value
+
+    def indices(self, name: str) -> list[int]:
+        """A field that lists layers by their numbers, empty if it is null or missing; raises ValueError for others."""
+        given = self.get(name)
+        if given is None:
+            return []
+        written = self.family.names.get(name, name)
+        if not isinstance(given, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in given):
+            raise ValueError(f"config field {written} must be a list of layers' numbers, got {given!r}")
+        number = self.whole("num_hidden_layers")
+        if name in self.config and any(not 0 <= each < number for each in given):
+            raise ValueError(
+                f"config fields contradict: {written} = {given} names layers that {number} layers have not"
+            )
+        return given
 
     def derived(self, name: str, value: int, how: str) -> int:
         """A field that is null or missing and that the class computes; noted as assumed."""

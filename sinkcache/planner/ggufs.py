@@ -13,6 +13,7 @@ from sinkcache.planner.kinds import Kind, Layer, Model, State
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MOST_LAYERS = 10_000
 _KEPT = 4096  # entries: longer arrays are vocabularies
 
 # Of how many layers the last keeps everything, for architectures whose others slide; 0 where none slides.
@@ -76,14 +77,29 @@ def from_gguf(path: Path) -> Model:
     fields, parameters, start = read(path)
     name = str(fields.get("general.name") or path.stem)
     facts = _Facts(fields, path)
-    layers = tuple(_layer(facts, index) for index in range(facts.whole("block_count") - facts.optional("nextn", 0)))
-    context = fields.get(f"{facts.architecture}.context_length")
+    layers = tuple(_layer(facts, index) for index in range(_number(facts)))
+    context = facts.get("context_length")
     assumed = [f"dtype = f16, llama.cpp's default for a cache ({path.name} does not say)", *facts.assumed.values()]
-    if fields.get("split.count", 1) > 1:
-        assumed.append(f"weights are those of this file alone, one of {fields['split.count']}")
+    splits = fields.get("split.count")
+    if isinstance(splits, int) and splits > 1:
+        assumed.append(f"weights are those of this file alone, one of {splits}")
+    longest = context if isinstance(context, int) and context > 0 else None
     return Model(
-        name, layers, "f16", facts.architecture, context, parameters, path.stat().st_size - start, tuple(assumed)
+        name, layers, "f16", facts.architecture, longest, parameters, path.stat().st_size - start, tuple(assumed)
     )
+
+
+def _number(facts: "_Facts") -> int:
+    """How many layers have a cache; those that draft have none in it."""
+    number, drafting = facts.whole("block_count"), facts.optional("nextn", 0)
+    if number > _MOST_LAYERS:
+        raise ValueError(f"GGUF field {facts.architecture}.block_count = {number:,} is more layers than any model has")
+    without = max(drafting, facts.optional("attention.shared_kv_layers", 0))
+    if without >= number:
+        raise ValueError(
+            f"GGUF fields contradict: {facts.architecture}.block_count is {number}, and {without} layers have no cache"
+        )
+    return number - drafting
 
 
 def read(path: Path) -> tuple[dict[str, Any], int, int]:
@@ -171,6 +187,10 @@ def _layer(facts: _Facts, index: int) -> Layer:
     rotary = facts.optional("rope.dimension_count", keys)
     if facts.get("attention.key_length_mla") is not None:
         rank = facts.whole("attention.kv_lora_rank")
+        if keys <= rank:
+            raise ValueError(
+                f"GGUF fields contradict: {facts.architecture}.attention.key_length is {keys}, and its latent is {rank}"
+            )
         own = facts.whole("attention.key_length_mla") + facts.whole("attention.value_length_mla")
         return Layer("mla", heads, 1, rank, keys - rank, keys - rank, unpacked=heads * own)
     window = facts.whole("attention.sliding_window") if kind == "sliding" else None
@@ -186,8 +206,15 @@ def _kind(facts: _Facts, index: int) -> Kind:
     if facts.architecture in _DELTA:
         return "full" if (index + 1) % facts.optional("full_attention_interval", 4) == 0 else "linear"
     if not facts.kv_heads(index):  # Mamba and its hybrids say so with 0 heads of keys
+        if facts.architecture == "nemotron_h" and facts.whole("feed_forward_length", index, 0):
+            return "none"
         return "conv" if facts.get("shortconv.l_cache") is not None else "linear"
     given = facts.get("attention.sliding_window_pattern")
+    if isinstance(given, list) and index >= len(given):
+        raise ValueError(
+            f"GGUF field {facts.architecture}.attention.sliding_window_pattern of {str(facts.path)!r} has {len(given)} "
+            f"entries for {last} layers"
+        )
     period = given if isinstance(given, int) else _PERIODS[facts.architecture]
     slides = bool(given[index]) if isinstance(given, list) else period > 0 and (index + 1) % period != 0
     return "sliding" if slides and facts.optional("attention.sliding_window", 0) > 0 else "full"

@@ -81,6 +81,8 @@ class LlamaCpp(Engine):
         if any(layer.extra for layer in model.layers):
             raise ValueError(f"{self.rules}: no rule is known for the keys of an indexer (sparse attention)")
         context = _padded(tokens)
+        if not self.unified and context < self.parallel:
+            raise ValueError(f"{self.rules}: a context of {context} has no cell for each of {self.parallel} slots")
         sequence = context if self.unified else _padded(context // self.parallel)
         context = sequence if self.unified else sequence * self.parallel
         streams = 1 if self.unified else self.parallel

@@ -29,7 +29,23 @@ NOTES: dict[str, Notes] = {
     "ExpectedAttention": "moments",
 }
 _SHORT = {"streaming-llm": "StreamingLLM", "window": "Window"}  # as `generate --policy` calls them
-_NEWEST = {"SnapKV": 32, "RKV": 8}  # queries they remember by default, `observation_window`
+
+# Fields of the policies and their defaults, in order.
+FIELDS: dict[str, dict[str, Any]] = {
+    "Window": {},
+    "StreamingLLM": {"num_sinks": 4},
+    "Random": {"seed": 0},
+    "H2O": {"recent": 32, "num_sinks": 0, "half_life": None, "reduce": "sum", "group": "mean"},
+    "TOVA": {"per": "layer", "num_sinks": 0, "recent": 0},
+    "KeyDiff": {"num_sinks": 0, "recent": 0},
+    "Knorm": {"num_sinks": 0, "recent": 0},
+    "LagKV": {"num_sinks": 16, "lag": 128, "value_weight": 1.0},
+    "SnapKV": {"observation_window": 32, "kernel": 5, "pooling": "avg", "reduce": "sum", "group": "mean",
+               "num_sinks": 0, "recent": None},
+    "RKV": {"observation_window": 8, "kernel": 7, "weight": 0.1, "likeness": 0.5, "num_sinks": 0},
+    "ExpectedAttention": {"horizon": 512, "num_sinks": 4, "recent": 0, "covariance": True, "epsilon": 0.0},
+}  # fmt: skip
+_LEAST = {"num_sinks": 0, "recent": 0, "observation_window": 1, "lag": 2}  # of fields that count tokens
 _INT32, _INT64, _COMPLEX64 = 4, 8, 8  # bytes
 
 
@@ -37,7 +53,8 @@ _INT32, _INT64, _COMPLEX64 = 4, 8, 8  # bytes
 class Bounded(Engine):
     """`SinkCache(model, policy, budget, positions)`; the prompt read `chunk` tokens at a time, or all at once (None).
 
-    `sinks`: first tokens that a policy in cache positions turns. `newest`: queries it remembers. Sliding and linear
+    `sinks`: first tokens that a policy in cache positions turns. `newest`: queries it remembers. `room`: the least budget that
+    it can work within. Sliding and linear
     layers are native. `peak` is what the cache holds and hands to attention, at the worst moment of the prompt.
     """
 
@@ -46,6 +63,7 @@ class Bounded(Engine):
     chunk: int | None = None
     sinks: int = 4
     newest: int = 0
+    room: int = 1
     positions: Literal["cache", "original"] = "cache"
     rules: ClassVar[str] = "sinkcache 0.1"
 
@@ -57,6 +75,8 @@ class Bounded(Engine):
             raise ValueError(f"no plan is known for policy {self.policy}: there is {', '.join(NOTES)}")
         if self.sinks >= self.budget:
             raise ValueError(f"num_sinks must be less than the budget, got {self.sinks} with budget={self.budget}")
+        if self.budget < self.room:
+            raise ValueError(f"{self.policy} needs a budget of {self.room} tokens at least, got {self.budget}")
 
     @property
     def name(self) -> str:
@@ -141,10 +161,29 @@ class Bounded(Engine):
 def bounded(policy: Any, budget: int, chunk: int | None = None, positions: Any = None) -> Bounded:
     """The plan for `policy`: an object of `sinkcache.policies`, or text such as "H2O(recent=64)"."""
     name, fields = _told(policy) if isinstance(policy, str) else (type(policy).__name__, vars(policy))
+    if name not in FIELDS:
+        return Bounded(name, budget, chunk)  # which refuses it
+    unknown = set(fields) - set(FIELDS[name])
+    if unknown:
+        known = ", ".join(FIELDS[name]) or "none"
+        raise ValueError(f"{name} has no field {min(unknown)}: there is {known}")
+    fields = FIELDS[name] | fields
+    for field, least in _LEAST.items():
+        if fields.get(field) is not None or field in fields and FIELDS[name][field] is not None:
+            check_tokens(field, fields[field], least)
     by_default = "cache" if name in ("Window", "StreamingLLM") else "original"
-    sinks = fields.get("num_sinks", 4) if name == "StreamingLLM" else 0
-    newest = fields.get("observation_window", _NEWEST.get(name, 0))
-    return Bounded(name, budget, chunk, sinks, newest, positions or by_default)
+    sinks = fields["num_sinks"] if name == "StreamingLLM" else 0
+    return Bounded(
+        name, budget, chunk, sinks, fields.get("observation_window", 0), _room(fields), positions or by_default
+    )
+
+
+def _room(fields: dict[str, Any]) -> int:
+    """The least budget of a policy with such fields."""
+    if "lag" in fields:
+        return fields["num_sinks"] + 2 * fields["lag"]
+    recent = fields.get("recent")
+    return fields.get("num_sinks", 0) + (fields.get("observation_window", 0) if recent is None else recent) + 1
 
 
 def _told(text: str) -> tuple[str, dict[str, Any]]:
@@ -153,8 +192,9 @@ def _told(text: str) -> tuple[str, dict[str, Any]]:
         tree = ast.parse(_SHORT.get(text, text).strip(), mode="eval").body
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
             named = {each.arg: ast.literal_eval(each.value) for each in tree.keywords if each.arg}
-            placed = dict(zip(["num_sinks"] if tree.func.id == "StreamingLLM" else [], tree.args, strict=False))
-            return tree.func.id, {**named, **{name: ast.literal_eval(value) for name, value in placed.items()}}
+            names = list(FIELDS.get(tree.func.id, ()))[: len(tree.args)]
+            placed = dict(zip(names, map(ast.literal_eval, tree.args), strict=True))
+            return tree.func.id, {**named, **placed}
         if isinstance(tree, ast.Name):
             return tree.id, {}
     except (SyntaxError, ValueError):

@@ -38,6 +38,7 @@ FORMATS: dict[str, tuple[int, int]] = {
     "q4_0": (18, 32),
 }
 
+_MOST_TOKENS = 2**62
 FLOATS = ("f64", "f32", "f16", "bf16")  # what a model computes in, and its cache by default
 
 
@@ -160,3 +161,5 @@ def check_tokens(name: str, tokens: int, least: int = 1) -> None:
     """Raises ValueError unless `tokens` is a whole number of at least `least`."""
     if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < least:
         raise ValueError(f"{name} must be a whole number of tokens, {least} or more, got {tokens!r}")
+    if tokens > _MOST_TOKENS:
+        raise ValueError(f"{name} must be at most 2**62 tokens, got a number of {len(str(tokens))} digits")

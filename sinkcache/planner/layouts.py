@@ -20,6 +20,7 @@ _TYPES: dict[str, Kind] = {
     "mlp": "none",
 }
 _STATES = {"linear_conv_kernel_dim", "mamba_d_state", "state_size", "ssm_state_size"}  # fields that tell of one
+_MOST_LAYERS = 10_000
 _LETTERS: dict[str, Kind] = {"M": "linear", "*": "full", "E": "none", "-": "none"}  # of Nemotron-H's pattern
 
 
@@ -45,9 +46,16 @@ def layers_of(fields: Fields) -> tuple[Layer, ...]:
 def _kinds(fields: Fields) -> list[Kind]:
     pattern = fields.config.get("hybrid_override_pattern")
     if pattern is not None:
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"config field hybrid_override_pattern must be a letter for each layer, got {pattern!r}")
         unknown = set(pattern) - set(_LETTERS)
         if unknown:
             raise ValueError(f"config field hybrid_override_pattern has {min(unknown)!r}, a kind no rule is known for")
+        if "num_hidden_layers" in fields.config and len(pattern) != (number := fields.whole("num_hidden_layers")):
+            raise ValueError(
+                f"config fields contradict: hybrid_override_pattern has {len(pattern)} letters, num_hidden_layers is "
+                f"{number}"
+            )
         return [_LETTERS[letter] for letter in pattern]
     for name in ("layer_types", "layers_block_type"):
         if fields.config.get(name) is not None:
@@ -59,7 +67,10 @@ def _kinds(fields: Fields) -> list[Kind]:
 def _number(fields: Fields) -> int:
     if fields.model_type == "t5" and "num_decoder_layers" not in fields.config and "num_layers" in fields.config:
         return fields.derived("num_hidden_layers", fields.whole("num_layers"), "as many as the encoder has")
-    return fields.whole("num_hidden_layers")
+    number = fields.whole("num_hidden_layers")
+    if number > _MOST_LAYERS:
+        raise ValueError(f"config field num_hidden_layers = {number:,} is more layers than any model has")
+    return number
 
 
 def _entries(fields: Fields, name: str) -> list[Any]:
@@ -73,7 +84,7 @@ def _entries(fields: Fields, name: str) -> list[Any]:
 
 
 def _kind(fields: Fields, name: str, index: int, given: Any) -> Kind:
-    if given not in _TYPES:
+    if not isinstance(given, str) or given not in _TYPES:
         raise ValueError(f"config field {name}[{index}] = {given!r} is a kind of layer that no rule is known for")
     kind, reads = _TYPES[given], fields.family.reads
     known = {
@@ -97,8 +108,9 @@ def _by_pattern(fields: Fields, index: int) -> Kind:
         case "alike":
             return "full" if _window(fields, "sliding") is None else "sliding"
         case "period":
-            last = (index + 1) % fields.whole("sliding_window_pattern") == 0
-            return "full" if last or _window(fields, "sliding") is None else "sliding"
+            if _window(fields, "sliding") is None:
+                return "full"
+            return "sliding" if (index + 1) % fields.whole("sliding_window_pattern") else "full"
         case "upper":
             used = _window(fields, "sliding") is not None and index >= fields.whole("max_window_layers", 0)
             return "sliding" if used else "full"
@@ -113,7 +125,7 @@ def _by_pattern(fields: Fields, index: int) -> Kind:
         case "both":
             return "hybrid"
         case "cross":
-            return "cross" if index in (fields.get("cross_attention_layers") or []) else "full"
+            return "cross" if index in fields.indices("cross_attention_layers") else "full"
 
 
 def _of_rotary(fields: Fields, index: int) -> Kind:
@@ -126,13 +138,13 @@ def _of_rotary(fields: Fields, index: int) -> Kind:
 def _of_list(fields: Fields, index: int) -> Kind:
     """Layers that a list of their own says have attention; the others have a state."""
     if "conv_L_cache" in fields.family.reads:
-        chosen = fields.get("full_attn_idxs")
-        return "full" if chosen is None or index in chosen else "conv"
+        every = fields.get("full_attn_idxs") is None
+        return "full" if every or index in fields.indices("full_attn_idxs") else "conv"
     if "attn_layer_period" in fields.family.defaults:
         return "full" if index % fields.whole("attn_layer_period") == fields.whole("attn_layer_offset", 0) else "linear"
     if "hybrid_override_pattern" in fields.family.reads:
         raise ValueError("config fields hybrid_override_pattern and layers_block_type are missing")
-    return "full" if index in (fields.get("attn_layer_indices") or []) else "linear"
+    return "full" if index in fields.indices("attn_layer_indices") else "linear"
 
 
 def _nope(fields: Fields, kinds: list[Kind]) -> list[Kind]:
@@ -144,7 +156,10 @@ def _nope(fields: Fields, kinds: list[Kind]) -> list[Kind]:
 
 def _turns(fields: Fields, index: int) -> bool:
     if fields.config.get("no_rope_layers"):
-        return bool(_entries(fields, "no_rope_layers")[index])
+        given = _entries(fields, "no_rope_layers")
+        if index >= len(given):
+            raise ValueError(f"config field no_rope_layers has {len(given)} entries, and there are more layers")
+        return bool(given[index])
     return (index + 1) % fields.whole("no_rope_layer_interval") != 0
 
 
@@ -197,8 +212,8 @@ def _latent(fields: Fields) -> Layer:
 def _kv_heads(fields: Fields, heads: int) -> int:
     if fields.model_type == "falcon":  # grouped in newer files, one head or all in older ones
         grouped, single = fields.get("new_decoder_architecture"), fields.get("multi_query")
-        given = fields.get("num_kv_heads")
-        return (given if given is not None else heads) if grouped or not single else 1
+        given = heads if fields.get("num_kv_heads") is None else fields.whole("num_kv_heads")
+        return given if grouped or not single else 1
     if fields.get("num_key_value_heads") is None:
         return fields.derived("num_key_value_heads", heads, "as many as attention heads")
     return fields.whole("num_key_value_heads")
@@ -220,10 +235,13 @@ def _head_dim(fields: Fields, heads: int) -> int:
 def _rotary(fields: Fields, dim: int) -> int:
     """Channels of a key that turn with its position."""
     if fields.model_type == "gptj":
-        return fields.config.get("rotary_dim") or 64
-    nested = (fields.config.get("rope_parameters") or {}).get("partial_rotary_factor")
+        return fields.whole("rotary_dim", 0) if fields.config.get("rotary_dim") else 64
+    rope = fields.config.get("rope_parameters")
+    nested = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     written = (nested, fields.config.get("partial_rotary_factor"), fields.config.get("rotary_pct"))
     share = next((each for each in written if each is not None), fields.family.rotary)
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+        raise ValueError(f"the share of a head's channels that turn must be in [0, 1], got {share!r}")
     return int(dim * share)
 
 
@@ -244,7 +262,7 @@ def _state(fields: Fields) -> State:
         width, size = whole("expand") * whole("hidden_size"), whole("state_size")
         groups = whole("n_groups") if "n_groups" in fields.family.defaults else 0
         return State(width + 2 * groups * size, whole("conv_kernel"), width * size)
-    width = fields.get("mamba_d_ssm") or whole("mamba_expand") * whole("hidden_size")
+    width = whole("mamba_d_ssm") if fields.get("mamba_d_ssm") else whole("mamba_expand") * whole("hidden_size")
     groups = whole("mamba_n_groups") if "mamba_n_groups" in fields.family.defaults else 0
     size = whole("mamba_d_state")
     return State(width + 2 * groups * size, whole("mamba_d_conv"), width * size)

@@ -12,6 +12,8 @@ def from_cache(cache: Any) -> Model:
 
     Raises ValueError if a layer holds nothing yet, or is of a kind that is not known.
     """
+    if not cache.layers:
+        raise ValueError(f"the {type(cache).__name__} has no layer yet: read a token first")
     layers = [_layer(index, each) for index, each in enumerate(cache.layers)]
     dtypes = {str(each.keys.dtype) for each in cache.layers if getattr(each, "keys", None) is not None}
     if len(dtypes - set(_DTYPES)) or len(dtypes) > 1:

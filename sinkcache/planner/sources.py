@@ -26,7 +26,11 @@ def model_of(source: Any, dtype: str | None = None, model_type: str | None = Non
     `dtype` is that of the cache, by default the weights'; `model_type` overrides the one a config names. Raises
     ValueError, with the file or field, for what cannot be read and what no rule is known for.
     """
-    if isinstance(source, (str, os.PathLike)):
+    if isinstance(source, Model):
+        if model_type is not None:
+            raise ValueError(f"model_type {model_type} is for a config, and {source.name} has been read: leave it out")
+        found = source
+    elif isinstance(source, (str, os.PathLike)):
         found = _read(str(source), model_type, revision)
     elif isinstance(source, Mapping):
         found = from_config(source, model_type=model_type)
@@ -64,8 +68,15 @@ def config_path(source: str, revision: str = "main") -> Path:
 
 
 def _read(source: str, model_type: str | None, revision: str) -> Model:
-    path = config_path(source, revision)
-    if _is_gguf(path):
+    try:
+        return _read_path(source, config_path(source, revision), model_type)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, no such home, values in too many values
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"model {source[:200]!r} cannot be read: {reason}") from error
+
+
+def _read_path(source: str, path: Path, model_type: str | None) -> Model:
+    if is_gguf(path):
         if model_type is not None:
             raise ValueError(f"--as {model_type} is for a config, and {source!r} is a GGUF file: leave it out")
         return from_gguf(path)
@@ -75,7 +86,8 @@ def _read(source: str, model_type: str | None, revision: str) -> Model:
     return replace(found, name=name, parameters=parameters, weights=stored)
 
 
-def _is_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether it is a GGUF file, by its name or its first letters."""
     with path.open("rb") as file:
         return path.suffix == ".gguf" or file.read(4) == b"GGUF"
 

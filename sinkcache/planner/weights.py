@@ -1,6 +1,7 @@
 """How many weights a model has and how many bytes they take, read from the headers of its files."""
 
 import json
+import math
 import re
 import struct
 from pathlib import Path
@@ -14,8 +15,11 @@ _LARGEST_HEADER = 100_000_000  # bytes, as the safetensors library has it
 
 
 def in_folder(folder: Path) -> tuple[int | None, int | None]:
-    """Weights and their bytes in the safetensors files of `folder`; None where there are none."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Weights and their bytes in the safetensors files of `folder`; None where there are none, or not all of them.
+
+    Raises ValueError, which names the file, for one that is damaged.
+    """
+    files = _files(folder)
     if not files:
         return None, None
     counts = [_in_file(file) for file in files]
@@ -50,7 +54,23 @@ def parsed(text: str) -> int:
     unit = f"{unit}B" if unit and not unit.endswith("B") else unit
     if not found or unit not in _UNITS:
         raise ValueError(f"a size is written as 24GiB, 80GB or a number of bytes, got {text!r}")
-    return round(float(found[1]) * _UNITS[unit])
+    if (size := float(found[1]) * _UNITS[unit]) == math.inf:
+        raise ValueError(f"no memory is as large as {text!r}")
+    return round(size)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that transformers reads; others beside them hold the same weights once more, or those of adapters."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    try:
+        files = [
+            folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(index)!r} is no index of safetensors files") from error
+    return files if all(each.is_file() for each in files) else []
 
 
 def _in_file(path: Path) -> tuple[int, int]:
@@ -64,13 +84,14 @@ def _in_file(path: Path) -> tuple[int, int]:
             header: dict[str, Any] = json.loads(file.read(length))
         except ValueError as error:
             raise ValueError(f"safetensors file {str(path)!r} has a header that is no JSON") from error
-    numbers = size = 0
-    for name, tensor in header.items():
-        if name == "__metadata__":
-            continue
-        count = 1
-        for each in tensor["shape"]:
-            count *= each
-        numbers += count
-        size += tensor["data_offsets"][1] - tensor["data_offsets"][0]
+    try:
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        numbers = sum(math.prod(tensor["shape"]) for tensor in tensors)
+        ends = [tensor["data_offsets"] for tensor in tensors]
+        size = sum(end - begin for begin, end in ends)
+        last = max((end for _, end in ends), default=0)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"safetensors file {str(path)!r} has a header that does not describe tensors") from error
+    if 8 + length + last > path.stat().st_size:
+        raise ValueError(f"safetensors file {str(path)!r} is truncated: its weights are not all there")
     return numbers, size
