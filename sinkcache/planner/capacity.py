@@ -94,10 +94,7 @@ def largest_budget(made: Callable[[int], Engine], model: Model, memory: int, use
         return engine.together(model, users) <= memory
 
     limit = max(users, default=1)
-    if fits(limit):  # nothing is evicted then, nor turned: a little less may need a little more
-        found = limit
-    else:
-        found = _most(fits, limit)
+    found = limit if fits(limit) else _most(fits, limit)  # at the limit nothing is turned: a little less may need more
     try:
         return found if found and made(found).together(model, users) <= memory else 0
     except ValueError:

@@ -96,7 +96,7 @@ def _verified(args: argparse.Namespace) -> dict:
         raise ValueError(f"--verify is for a config, and {args.model!r} is a GGUF file: transformers does not run it")
     from sinkcache.planner.verify import verify_config  # needs torch, and seconds
 
-    return verify_config(path, args.verify).as_dict()
+    return verify_config(path, args.verify, getattr(args, "as", None)).as_dict()
 
 
 def _memory(args: argparse.Namespace, model: Model) -> int | None:

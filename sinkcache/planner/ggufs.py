@@ -74,7 +74,7 @@ class Reader:
 
 def from_gguf(path: Path) -> Model:
     """The model in a GGUF file; raises ValueError, which names file and field, if a rule or a part of it is missing."""
-    fields, parameters, start = read(path)
+    fields, parameters, stored = read(path)
     name = str(fields.get("general.name") or path.stem)
     facts = _Facts(fields, path)
     layers = tuple(_layer(facts, index) for index in range(_number(facts)))
@@ -83,10 +83,10 @@ def from_gguf(path: Path) -> Model:
     splits = fields.get("split.count")
     if isinstance(splits, int) and splits > 1:
         assumed.append(f"weights are those of this file alone, one of {splits}")
+    if stored is None:
+        assumed.append("bytes of the weights are not known, as the file ends before them")
     longest = context if isinstance(context, int) and context > 0 else None
-    return Model(
-        name, layers, "f16", facts.architecture, longest, parameters, path.stat().st_size - start, tuple(assumed)
-    )
+    return Model(name, layers, "f16", facts.architecture, longest, parameters, stored, tuple(assumed))
 
 
 def _number(facts: "_Facts") -> int:
@@ -102,8 +102,8 @@ def _number(facts: "_Facts") -> int:
     return number - drafting
 
 
-def read(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The metadata of a GGUF file, how many weights it has, and at which byte they begin."""
+def read(path: Path) -> tuple[dict[str, Any], int, int | None]:
+    """The metadata of a GGUF file, how many weights it has, and their bytes; None where the file ends before them."""
     with path.open("rb") as file:
         if path.stat().st_size == 0 or file.read(4) != b"GGUF":
             raise ValueError(f"{str(path)!r} is no GGUF file: it does not begin with the letters GGUF")
@@ -114,7 +114,7 @@ def read(path: Path) -> tuple[dict[str, Any], int, int]:
             if version not in (2, 3):
                 raise ValueError(f"GGUF file {str(path)!r} is of version {version}: versions 2 and 3 are known")
             fields = {reader.text(): reader.value(reader.number("I")) for _ in range(pairs)}
-            parameters = 0
+            parameters = last = 0
             for _ in range(tensors):
                 reader.text()
                 numbers = 1
@@ -122,8 +122,8 @@ def read(path: Path) -> tuple[dict[str, Any], int, int]:
                     numbers *= reader.number("Q")
                 parameters += numbers
                 reader.number("I")  # how its numbers are stored
-                reader.number("Q")  # where
-            return fields, parameters, reader.at
+                last = max(last, reader.number("Q"))  # where they begin
+            return fields, parameters, None if reader.at + last >= len(data) else len(data) - reader.at
 
 
 class _Facts:

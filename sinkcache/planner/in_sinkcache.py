@@ -53,9 +53,9 @@ _INT32, _INT64, _COMPLEX64 = 4, 8, 8  # bytes
 class Bounded(Engine):
     """`SinkCache(model, policy, budget, positions)`; the prompt read `chunk` tokens at a time, or all at once (None).
 
-    `sinks`: first tokens that a policy in cache positions turns. `newest`: queries it remembers. `room`: the least budget that
-    it can work within. Sliding and linear
-    layers are native. `peak` is what the cache holds and hands to attention, at the worst moment of the prompt.
+    `sinks`: first tokens that a policy in cache positions turns. `newest`: queries it remembers. `room`: the least
+    budget that it can work within. Sliding and linear layers are native. `peak` is what the cache holds and hands to
+    attention, at the worst moment of the prompt.
     """
 
     policy: str = "StreamingLLM"
@@ -169,13 +169,19 @@ def bounded(policy: Any, budget: int, chunk: int | None = None, positions: Any =
         raise ValueError(f"{name} has no field {min(unknown)}: there is {known}")
     fields = FIELDS[name] | fields
     for field, least in _LEAST.items():
-        if fields.get(field) is not None or field in fields and FIELDS[name][field] is not None:
-            check_tokens(field, fields[field], least)
+        if field in fields and not (fields[field] is None and FIELDS[name][field] is None):
+            _whole(field, fields[field], least)
     by_default = "cache" if name in ("Window", "StreamingLLM") else "original"
     sinks = fields["num_sinks"] if name == "StreamingLLM" else 0
     return Bounded(
         name, budget, chunk, sinks, fields.get("observation_window", 0), _room(fields), positions or by_default
     )
+
+
+def _whole(name: str, number: object, least: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise ValueError(f"{name} must be a whole number of tokens, {least} or more, got {number!r}")
+    check_tokens(name, number, least)
 
 
 def _room(fields: dict[str, Any]) -> int:

@@ -3,7 +3,8 @@
 from typing import Any
 
 from sinkcache.planner.fields import Fields
-from sinkcache.planner.kinds import Kind, Layer, State
+from sinkcache.planner.kinds import Kind, Layer
+from sinkcache.planner.states import state_of
 
 # What files call a kind of layer, now and before transformers 5.
 _TYPES: dict[str, Kind] = {
@@ -177,7 +178,7 @@ def _layer(fields: Fields, kind: Kind) -> Layer:
     if kind in ("shared", "none"):
         return Layer(kind)
     if kind in ("linear", "conv"):
-        return Layer(kind, state=_state(fields))
+        return Layer(kind, state=state_of(fields))
     if "kv_lora_rank" in fields.family.reads:
         return _latent(fields)
     return _attention(fields, kind)
@@ -195,7 +196,7 @@ def _attention(fields: Fields, kind: Kind) -> Layer:
             f"config fields contradict: num_attention_heads {heads} is no multiple of {kv_heads} key heads"
         )
     rotary = 0 if kind in ("nope", "cross") else _rotary(fields, dim)
-    state = _state(fields) if kind == "hybrid" else None
+    state = state_of(fields) if kind == "hybrid" else None
     window = _window(fields, kind) if kind in ("sliding", "chunked") else None
     return Layer(kind, heads, kv_heads, dim, dim, rotary, window, state)
 
@@ -243,26 +244,3 @@ def _rotary(fields: Fields, dim: int) -> int:
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
         raise ValueError(f"the share of a head's channels that turn must be in [0, 1], got {share!r}")
     return int(dim * share)
-
-
-def _state(fields: Fields) -> State:
-    """The state of a layer: Gated DeltaNet, a short convolution, or one of the Mambas."""
-    reads, whole = fields.family.reads, fields.whole
-    if "linear_conv_kernel_dim" in reads:
-        keys = whole("linear_num_key_heads") * whole("linear_key_head_dim")
-        heads, dim = whole("linear_num_value_heads"), whole("linear_value_head_dim")
-        recurrent = heads * whole("linear_key_head_dim") * dim
-        return State(2 * keys + heads * dim, whole("linear_conv_kernel_dim"), recurrent)
-    if "conv_L_cache" in reads:
-        return State(whole("hidden_size"), whole("conv_L_cache"))
-    if "ssm_state_size" in reads:
-        width, size = whole("mamba_num_heads") * whole("mamba_head_dim"), whole("ssm_state_size")
-        return State(width + 2 * whole("n_groups") * size, whole("conv_kernel"), width * size)
-    if "state_size" in reads:
-        width, size = whole("expand") * whole("hidden_size"), whole("state_size")
-        groups = whole("n_groups") if "n_groups" in fields.family.defaults else 0
-        return State(width + 2 * groups * size, whole("conv_kernel"), width * size)
-    width = whole("mamba_d_ssm") if fields.get("mamba_d_ssm") else whole("mamba_expand") * whole("hidden_size")
-    groups = whole("mamba_n_groups") if "mamba_n_groups" in fields.family.defaults else 0
-    size = whole("mamba_d_state")
-    return State(width + 2 * groups * size, whole("mamba_d_conv"), width * size)

@@ -38,6 +38,8 @@ def _layer(index: int, layer: Any) -> Layer:
     latent = heads == 1 and rank > rope
     extra = getattr(layer, "indexer_keys", None)
     window = getattr(layer, "sliding_window", None)
+    if window is None and getattr(layer, "is_sliding", False):  # a static one, as long as its window at most
+        window = layer.max_cache_len
     kind = "mla" if latent else "hybrid" if state is not None else "sliding" if window is not None else "full"
     frequencies = getattr(getattr(layer, "rotation", None), "inv_freq", ())  # known of a bounded layer alone
     turned = 2 * len(frequencies)

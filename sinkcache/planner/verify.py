@@ -51,23 +51,27 @@ class Verdict:
         }
 
 
-def verify_config(source: Mapping[str, Any] | Path, tokens: int | None = None) -> Verdict:
-    """Runs the model of a config, or of a `config.json`, on the meta device.
+def verify_config(
+    source: Mapping[str, Any] | Path, tokens: int | None = None, model_type: str | None = None
+) -> Verdict:
+    """Runs the model of a config, or of a `config.json`, on the meta device; as a `model_type`, if one is given.
 
-    Raises ValueError if there is no plan for it, or this transformers cannot make it.
+    Raises ValueError if there is no plan for it, or this transformers cannot make it or run it.
     """
     fields = json.loads(source.read_text(encoding="utf-8")) if isinstance(source, Path) else dict(source)
-    planned = from_config(fields)
+    planned = from_config(fields, model_type=model_type)
+    if model_type is not None:
+        fields = {**(fields.get("text_config") or fields), "model_type": planned.model_type}
     try:
         config = AutoConfig.for_model(**fields)
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of fields that this transformers gave another name
             auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
             model = auto.from_config(config, dtype=_DTYPES[planned.dtype]).eval()
-    except (ImportError, KeyError, TypeError) as error:
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"this transformers cannot make a {planned.model_type} to verify: {reason}") from error
-    return verify(model, tokens, planned)
+        return verify(model, tokens, planned)
+    except Exception as error:  # a model's code and its config's checks raise whatever they like
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise ValueError(f"this transformers cannot run a {planned.model_type} to verify: {reason}") from error
 
 
 def verify(model: nn.Module, tokens: int | None = None, planned: Model | None = None) -> Verdict:
