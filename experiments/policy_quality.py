@@ -160,7 +160,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def figure(rows: Sequence[Row]) -> Any:
-    """Perplexity over the budget, a line for each policy; dashed: the full cache."""
+    """Perplexity over the budget, a line for each policy; dashed: the full cache. A window may lie far above it all."""
     drawn, axes = _axes("budget, tokens a layer holds", "perplexity")
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -174,6 +174,8 @@ def figure(rows: Sequence[Row]) -> Any:
         style = {"linestyle": _DASHES[again % len(_DASHES)], "marker": _MARKS[index % len(_MARKS)]}
         axes.plot(*zip(*sorted(points), strict=True), color=colour, markersize=3.5, linewidth=1.4, label=name, **style)
     ticks = sorted({budget for points in lines.values() for budget, _ in points})
+    below = [row["perplexity"] for row in rows if "perplexity" in row and row["name"] != "Window"]
+    axes.set_ylim(top=max(below) + 0.1 * (max(below) - min(below)))
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
