@@ -44,25 +44,27 @@ def load(
     revision: str | None = None,
     device: str | torch.device = "cpu",
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The causal LM called `name`, in eval mode on `device`, and its tokenizer.
+    """The causal LM called `name`, in eval mode on `device`, and its tokenizer; "auto" is over all GPUs, by accelerate.
 
     `name` is "smollm2-135m" (the embedded model), a folder written by `save_pretrained`, or a hub id; `revision` is a
     branch, tag or commit of a hub id. The hub is asked only for an id, and not when `HF_HUB_OFFLINE=1` is set.
     Raises ValueError if `name` or `revision` leads to no model, ModuleNotFoundError if the embedded model is not
     installed.
     """
-    source = _source(name, revision)
+    origin = source(name, revision)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision)
-        model = AutoModelForCausalLM.from_pretrained(source, revision=revision, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(origin, revision=revision)
+        placed = {"device_map": "auto"} if device == "auto" else {}
+        model = AutoModelForCausalLM.from_pretrained(origin, revision=revision, dtype=dtype, **placed)
     except (OSError, ValueError) as error:
         raise ValueError(_reason(name, revision, error)) from error
-    model.to(device)  # pyright: ignore[reportArgumentType] - the wrapper transformers puts on `to` hides its self
+    if device != "auto":
+        model.to(device)  # pyright: ignore[reportArgumentType] - the wrapper transformers puts on `to` hides its self
     return model.eval(), tokenizer
 
 
-def _source(name: str, revision: str | None) -> Path | str:
-    """The folder or hub id that transformers is to load for `name`."""
+def source(name: str, revision: str | None = None) -> Path | str:
+    """The folder or hub id that transformers is to load for `name`. Raises as `load` does, of a name that is none."""
     folder = Path(name).expanduser()
     if name == EMBEDDED or (name and folder.is_dir()):
         if revision is not None:

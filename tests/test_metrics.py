@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from sinkcache import SinkCache
+from sinkcache import SinkCache, predictions
 from sinkcache.metrics import Perplexity, Scored, perplexity, recompute, reread, score
 from sinkcache.policies import StreamingLLM, Window
 
@@ -231,7 +231,7 @@ def test_bad_input_is_refused_before_anything_is_read(model: Model, change: dict
     llama = model("llama")
     arguments = {"model": llama, "cache": SinkCache(llama, budget=8), "input_ids": _ids(9), **change}
     with _unread(llama), pytest.raises(ValueError, match=message):
-        unwrap(score)(**arguments)
+        unwrap(predictions.cached)(**arguments)
 
 
 def test_a_cache_in_use_is_refused_before_anything_is_read(model: Model) -> None:
