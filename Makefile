@@ -35,8 +35,8 @@ define install
 	    "or with TORCH_INDEX=<index of CPU builds>" >&2; exit 1; }
 endef
 
-.PHONY: help venv test test-fast test-oldest test-versions test-exhaustive zoo mutations lint format demo emergence \
-  bench clean
+.PHONY: help venv test test-harness test-ray test-fast test-oldest test-versions test-exhaustive zoo mutations lint \
+  format demo emergence compare bench clean
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -57,6 +57,14 @@ test: venv ## all tests but those that need a GPU, or repeat for minutes what a 
 
 test-exhaustive: venv ## those: ten thousand random histories of a cache, as many steps of each policy, the whole zoo
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "exhaustive"
+
+test-harness: venv ## lm-evaluation-harness with a bounded cache; installs it, 350 MB, into .venv
+	$(VENV)/bin/python -m pip install -qq -e ".[dev,lm-eval]" -c $(VENV)/constraints.txt
+	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) tests/test_harness.py
+
+test-ray: venv ## the grid on a Ray cluster of two workers, which are on this machine; installs Ray, 70 MB, into .venv
+	$(VENV)/bin/python -m pip install -qq -e ".[dev,ray]" -c $(VENV)/constraints.txt
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -q -k cluster tests/test_grid.py
 
 test-fast: venv ## those below 10 s each
 	$(TEST_ENV) $(VENV)/bin/python $(PYTEST) -m "not slow and not gpu"
@@ -95,6 +103,15 @@ emergence: venv ## the demo's second page: small models in whose training a sink
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.sink_emergence --ladder $(LADDERS) --threads 1 \
 	  --out $(EMERGENCE)
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.first_token_share --tokens 512 --out $(EMERGENCE)/embedded
+
+COMPARE := out/compare
+
+compare: venv ## the demo's third page: six policies at two budgets on two documents, and who finds a number again
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.compare_policies --documents 2 --tokens 1024 \
+	  --budget 64,128 --workers $(WORKERS) --threads 1 --out $(COMPARE)
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.passkey --length 512 --budget 64,128 --trials 5 \
+	  --workers $(WORKERS) --threads 1 --out $(COMPARE)
+	$(VENV)/bin/python -m experiments report $(COMPARE)
 
 zoo: venv ## every architecture, policy, convention and usage against a reference: docs/support.md
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(VENV)/bin/python tests/zoo.py --markdown docs/support.md
