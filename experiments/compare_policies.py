@@ -32,6 +32,7 @@ from experiments.grid.options import check_workers
 from experiments.grid.run import run
 from experiments.grid.store import FAILED, Store
 from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.reports.command import report
 from experiments.results import Row
 from experiments.stream_cell import POLICY, RECOMPUTE, REREAD
 from sinkcache.models import EMBEDDED
@@ -57,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in (*_notes(networks), *_changed(store, cells)):
             console.print(line, highlight=False, soft_wrap=True)
         rows = run(cells, store, console, given, ["python", "-m", "experiments.compare_policies", *arguments])
-        return _end(console, given.out, rows, len(cells))
+        return _end(console, given.out, rows)
     except (ValueError, ModuleNotFoundError, OSError) as error:
         command.error(str(error) or type(error).__name__)
     except KeyboardInterrupt:
@@ -149,11 +150,13 @@ def _changed(store: Store, cells: Sequence[Cell]) -> Iterator[str]:
         yield f"document {name!r} is not what it was when {store.folder} was written: its cells are measured anew"
 
 
-def _end(console: Console, out: Path, rows: Sequence[Row], cells: int) -> int:
+def _end(console: Console, out: Path, rows: Sequence[Row]) -> int:
     failed = [row for row in rows if row["status"] == FAILED]
+    if len(failed) < len(rows):
+        report([out], out, console)
     if failed:
-        console.print(f"{len(failed)} of {cells} cells failed: --retry-failed measures them again", highlight=False)
-    return 1 if failed else 0
+        console.print(f"{len(failed)} of {len(rows)} cells failed: --retry-failed measures them again", highlight=False)
+    return int(bool(failed))
 
 
 def _parser() -> Parser:

@@ -84,9 +84,13 @@ def at_budget(text: str, budget: int, network: Network, lists: Path | None) -> E
     """The entrant that `text` writes. Raises ValueError if it is none, or cannot be had on this model or budget."""
     if text.strip().lower() != CALIBRATED:
         return Entrant(text.strip(), BY_POLICY, budget, written(text, budget))
-    least = least_budget(POLICY, budget)
-    check_budget(POLICY, budget, 1)
-    return Entrant(CALIBRATED, BY_POLICY, budget, POLICY, tuple(scaled(_list(network, lists), budget, least)))
+    shares = _list(network, lists)
+    try:
+        check_budget(POLICY, budget, 1)
+    except ValueError as error:
+        raise ValueError(f"--policy {CALIBRATED}: {error}") from error
+    budgets = scaled(shares, budget, least_budget(POLICY, budget))
+    return Entrant(CALIBRATED, BY_POLICY, budget, POLICY, tuple(budgets))
 
 
 def baselines(budgets: Sequence[int], horizon: int, recompute: int, reread: int, tokens: int) -> list[Entrant]:

@@ -181,7 +181,7 @@ def _memory(read: _Read, asked: Row, cache: Cache | None) -> Row:
     one = max((layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes for layer in layers), default=0)
     bounded = [layer for layer in layers if isinstance(layer, BoundedLayer)]
     held = sum(float((layer.kept() >= 0).sum(dim=-1).double().mean()) for layer in bounded)
-    if asked["budget"] is not None and held > asked["budget"] * len(bounded) + 1e-6:
+    if asked["budget"] is not None and abs(held - asked["budget"] * len(bounded)) > 1e-6:
         raise AssertionError(f"{held} entries held where {asked['budget']} in each of {len(bounded)} layers are asked")
     return {"bytes": read.most, "bytes_peak": read.most + attended * one, "held": held if bounded else None}
 

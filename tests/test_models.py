@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from sinkcache import models, texts
 from sinkcache.models import load
@@ -62,6 +62,21 @@ def test_loads_a_folder(folder):
 def test_loads_in_the_dtype_asked_for(folder):
     assert load(str(folder), dtype=torch.bfloat16)[0].dtype == torch.bfloat16
     assert load(str(folder))[0].dtype == torch.float32
+
+
+def test_a_model_is_placed_by_accelerate_if_the_device_is_auto(folder, monkeypatch):
+    pytest.importorskip("accelerate", reason="places models on devices")
+    plain, _ = load(str(folder))
+    given = {}
+    whole = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: given.update(kwargs) or whole(*args, **kwargs)
+    )
+    placed, _ = load(str(folder), device="auto")
+    assert given["device_map"] == "auto"
+    ids = torch.tensor([[1, 2, 0, 1]])
+    with torch.no_grad():
+        torch.testing.assert_close(placed(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
 @pytest.mark.parametrize("name", ["", "./missing", "/missing", "~/missing/model", "one/two/three"])

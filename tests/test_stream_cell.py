@@ -209,10 +209,13 @@ def test_where_attention_cannot_be_heard_recall_says_why(place: Path, monkeypatc
     assert figures["perplexity"] > 1
 
 
-def test_a_cache_that_holds_more_than_its_budget_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("other", [BUDGET + 1, BUDGET - 1])
+def test_a_cache_that_holds_more_or_less_than_its_budget_is_an_error(
+    place: Path, monkeypatch: pytest.MonkeyPatch, other: int
+) -> None:
     cell = cells(place)["window"]
-    more = lambda *arguments: SinkCache(arguments[0], named("Window()"), BUDGET + 1, "original")  # noqa: E731
-    monkeypatch.setattr(stream_cell, "SinkCache", more)
+    made = lambda *arguments: SinkCache(arguments[0], named("Window()"), other, "original")  # noqa: E731
+    monkeypatch.setattr(stream_cell, "SinkCache", made)
     with pytest.raises(AssertionError, match=f"entries held where {BUDGET} in each of"):
         measure(cell)
 
