@@ -23,7 +23,8 @@ import transformers
 from rich.console import Console
 
 from experiments.documents import Document, Refused, stretches
-from experiments.entrants import CALIBRATED, DEFAULT, Entrant, at_budget, baselines, check_on
+from experiments.entrants import Entrant, at_budget, baselines, check_on, usual
+from experiments.entrants import add_options as add_entrants
 from experiments.grid.cell import Cell
 from experiments.grid.cluster import check_ray
 from experiments.grid.networks import Network, add_options, network
@@ -31,7 +32,7 @@ from experiments.grid.options import add as add_grid
 from experiments.grid.options import check_workers
 from experiments.grid.run import run
 from experiments.grid.store import FAILED, Store
-from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.options import Parser, _at_least, _numbers
 from experiments.reports.command import report
 from experiments.results import Row
 from experiments.stream_cell import POLICY, RECOMPUTE, REREAD
@@ -92,7 +93,8 @@ def cells_of(one: Network, documents: Sequence[Document], given: argparse.Namesp
 def _entrants(one: Network, given: argparse.Namespace) -> list[Entrant]:
     always = baselines(given.budget, given.horizon, given.recompute_every, given.reread_every, given.tokens)
     known = {(entrant.budget, repr(entrant.policy)) for entrant in always}
-    asked = [at_budget(text, budget, one, given.layer_budgets) for budget in given.budget for text in given.policy]
+    policies = given.policy or usual(one, given.layer_budgets)
+    asked = [at_budget(text, budget, one, given.layer_budgets) for budget in given.budget for text in policies]
     entrants = [*always, *(each for each in asked if (each.budget, repr(each.policy)) not in known)]
     for entrant in entrants:
         check_on(one, entrant)
@@ -182,13 +184,7 @@ def _parser() -> Parser:
 
 
 def _add_ways(how: argparse._ArgumentGroup) -> None:
-    how.add_argument("--policy", nargs="+", default=[*DEFAULT], metavar="P", help=(
-        f'each its own argument, as "H2O(recent=budget//2)" is; {CALIBRATED}: a budget for each layer'))  # fmt: skip
-    how.add_argument("--layer-budgets", type=Path, metavar="FILE", help=(
-        f"what `python -m sinkcache calibrate` printed for the model, for {CALIBRATED}"))  # fmt: skip
-    how.add_argument("--budget", type=_numbers(1), default="128,256", metavar="N,N", help="tokens a layer holds")
-    how.add_argument("--positions", type=_choices("cache", "original"), default="original", help=(
-        "inside the cache, or those of the text"))  # fmt: skip
+    add_entrants(how)
     how.add_argument("--chunk", type=_numbers(1), default="64", metavar="N,N", help="tokens read at once")
     how.add_argument(
         "--horizon", type=_at_least(1), default=256, metavar="N", help="tokens that Clairvoyant looks ahead"

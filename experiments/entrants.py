@@ -10,11 +10,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import DynamicCache
 
 from experiments.calibrated import POLICY, STORED
 from experiments.grid.networks import Network
+from experiments.options import _choices, _numbers
 from experiments.results import Row
 from experiments.stream_cell import FULL, RECOMPUTE, REREAD
 from experiments.stream_cell import POLICY as BY_POLICY
@@ -65,6 +67,23 @@ class Entrant:
             "horizon": self.horizon,
             "every": self.every,
         }
+
+
+def usual(network: Network, lists: Path | None) -> list[str]:
+    """Who is compared if nobody is named; the calibrated policy only where its budgets by layer are known."""
+    return [each for each in DEFAULT if each != CALIBRATED or lists is not None or network.name == EMBEDDED]
+
+
+def add_options(group: Any) -> None:
+    """Adds what says who is compared, how large and at which positions."""
+    group.add_argument("--policy", nargs="+", metavar="P", help=(
+        f'each its own argument, as "H2O(recent=budget//2)" is; {CALIBRATED}: a budget for each layer; without: '
+        + ", ".join(DEFAULT)))  # fmt: skip
+    group.add_argument("--layer-budgets", type=Path, metavar="FILE", help=(
+        f"what `python -m sinkcache calibrate` printed for the model, for {CALIBRATED}"))  # fmt: skip
+    group.add_argument("--budget", type=_numbers(1), default="128,256", metavar="N,N", help="tokens a layer holds")
+    group.add_argument("--positions", type=_choices("cache", "original"), default="original", help=(
+        "inside the cache, or those of the text"))  # fmt: skip
 
 
 def written(text: str, budget: int) -> Policy:

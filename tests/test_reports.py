@@ -394,7 +394,7 @@ def test_the_terminal_shows_the_figures_in_a_hundred_columns(ran: Path) -> None:
         title = contest.panel.setting.title + (f": on the tokens that {contest.of} scored" if contest.of else "")
         table = said.split(f"{title}\n")[1].split("Best:")[0].splitlines()
         for result in contest.results:
-            (line,) = [line for line in table if line[2:].startswith(f"{result.line.label} ")]
+            (line,) = [line for line in table if line[3:].startswith(f"{result.line.label} ")]
             assert f" {result.after.value:.2f} " in line
             assert line[0] == {"best": "*", "tied": "=", "bound": "^", "": " "}[result.standing]
     assert "Failed: SnapKV on book 0: the model <b>lacks</b> it" in said

@@ -12,6 +12,8 @@ from experiments.reports.bootstrap import Estimate, Mean, Units, estimate, mean
 from experiments.reports.groups import Line
 from experiments.results import Row
 
+_UNTOLD = 0.025  # of the draws, in which the anchor is no worse than the full cache
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -58,13 +60,13 @@ class Sums:
         return _exponential(mean(self.units, top, self._count(self.tokens.after)), self.units)
 
     def gap(self, anchor: "Sums", full: "Sums") -> Estimate | None:
-        """The share of the way from the anchor's perplexity to the full cache's."""
+        """The share of the way from the anchor's perplexity to the full cache's; None if nobody can tell them apart."""
         if any(set(each.line.cells) != set(self.line.cells) for each in (anchor, full)):
             return None
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             value, low, high = (np.exp(np.float64(each.after.value)) for each in (self, anchor, full))
             drawn, lows, highs = (np.exp(each.after.drawn) for each in (self, anchor, full))
-            if not low > high:
+            if not low > high or (lows <= highs).mean() > _UNTOLD:
                 return None
             return estimate(float((low - value) / (low - high)), (lows - drawn) / (lows - highs), self.units)
 

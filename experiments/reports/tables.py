@@ -14,12 +14,13 @@ _SCARCE = 20  # stretches, from which an interval is about as wide as it should 
 STANDING = {BEST: "best", TIED: "tied with the best", UNRANKED: "NOT RANKED", BOUND: "a bound", "": ""}
 NOTES = (
     "Perplexity: of all tokens of all documents together. After evict.: of the tokens that are predicted after the "
-    "first eviction; x full, x best, gap, KL and top-1 are of the same tokens. x full: over the perplexity of the full "
-    "cache. x best: over that of the best policy; tied: the interval of that holds 1. Gap: the share of the way from "
-    "StreamingLLM, or else the window, to the full cache. KL: of the full cache's prediction from this one's, nats, "
-    "mean. Top-1: how often both predict the same token. Recall: the share of the full cache's attention that falls on "
-    "what is held. MiB: keys and values held, at most. Small below a figure: its 95% interval; below a cost: from the "
-    "least document to the greatest. Clairvoyant knows the text to come, so it is a bound and not ranked."
+    "first eviction; x full, x best, gap, KL and top-1 are of the same tokens. x full: over the perplexity of the "
+    "full cache. x best: over that of the best policy; tied: the interval of that holds 1. Gap: the share of the way "
+    "from StreamingLLM, or else the window, to the full cache, where these documents tell the two apart. KL: of the "
+    "full cache's prediction from this one's, nats, mean. Top-1: how often both predict the same token. Recall: the "
+    "share of the full cache's attention that falls on what is held. MiB: keys and values held, at most. Small below "
+    "a figure: its 95% interval; below a cost: from the least document to the greatest. Clairvoyant knows the text to "
+    "come, so it is a bound and not ranked."
 )
 
 

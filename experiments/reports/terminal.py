@@ -91,14 +91,16 @@ def _cells(result: Result, contest: Contest) -> list[str]:
 
 def _print(console: Console, headings: Sequence[str], rows: Sequence[Sequence[Shown]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("")  # the mark
     for index, heading in enumerate(headings):
         if index:
             table.add_column(heading.replace(" back", "\nback").replace("at ", "at\n"), justify="right", no_wrap=True)
         else:
-            longest = max((len(row[0].says) for row in rows), default=0)
+            longest = max((len(row[0].says) - 2 for row in rows), default=0)
             table.add_column(heading, min_width=min(_NAME, longest), overflow="fold")
     for row in rows:
-        table.add_row(*(cell.says for cell in row))
+        name, *others = (cell.says for cell in row)
+        table.add_row(name[:1], name[2:], *others)
     console.print(table, width=WIDTH, markup=False, crop=False, no_wrap=True)
 
 
