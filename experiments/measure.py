@@ -1,81 +1,168 @@
 """Measures one run: reads a text by one method; how well each token was predicted, in which memory and time."""
 
 import math
-import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from itertools import chain, islice
-from typing import Any, cast
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from transformers import Cache, DynamicCache
 
+from experiments.checkpoints import Checkpoint, Stand
+from experiments.interrupts import interrupted
+from experiments.memory import Memory
+from experiments.pace import Pace
+from experiments.reading import Reading
 from experiments.results import Row
 from experiments.runs import Setting
 from experiments.subject import Subject
 from sinkcache import SinkCache
-from sinkcache.memory import held_bytes
-from sinkcache.metrics import Attend, Perplexity, Scored, recompute, reread, score
-from sinkcache.streaming import step
+from sinkcache.metrics import Perplexity, Scored
 from sinkcache.support import Positions
 
-_WINDOWS = 8  # that recompute reads at once
+
+@dataclass(frozen=True)
+class Told:
+    """How far a run is: tokens of the text gone through, and those of the newest checkpoint, 0 without one.
+
+    `perplexity` is that of the newest stretch, `held` are the bytes of keys and values.
+    """
+
+    upto: int
+    saved: int
+    perplexity: float
+    held: int
 
 
 def measure(
-    subject: Subject, setting: Setting, key: str, seed: int, advance: Callable[[int], None]
+    subject: Subject,
+    setting: Setting,
+    key: str,
+    seed: int,
+    tell: Callable[[Told], None],
+    checkpoint: Checkpoint | None = None,
+    every: int = 0,
 ) -> tuple[Row, Float[Tensor, " tokens"]]:
     """The result row of a run, and its negative log-likelihood by token of the text, NaN where none was scored.
 
-    `advance` is called with the number of tokens of the text gone through since the last call.
+    `tell` is called after each block, and at once by a run that goes on from its `checkpoint`, which is replaced every
+    `every` tokens. Raises KeyboardInterrupt after Ctrl-C, once the block under way is read and the checkpoint is there.
     """
-    cache = _cache(subject, setting)
-    memory = _Memory(subject, setting, cache)
-    bucket = subject.identity["bucket"]
-    result = Perplexity(bos=subject.bos if setting.bos == "prepend" else None, bucket=bucket)
-    nll = torch.full((subject.tokens,), math.nan, dtype=torch.float64)
-    pace, done = [], 0  # seconds per scored token, by block
-    start, start_cpu = time.perf_counter(), time.process_time()
-    last = start
-    for block in _blocks(subject, setting, cache):
-        now = _now(subject)
-        pace.append((now - last) / sum(len(scored.nll) for scored in block))
+    run = Run(subject, setting, key, checkpoint)
+    if run.upto:
+        tell(run.told())
+    with interrupted() as asked:
+        for block in run.reading.blocks():
+            run.add(block)
+            stop = asked.is_set()
+            if checkpoint is not None and (stop or run.upto - run.saved >= every) and run.upto < subject.tokens:
+                run.save(checkpoint)
+            tell(run.told())
+            if stop:
+                raise KeyboardInterrupt
+    return run.row(seed), run.nll
+
+
+class Run:
+    """What a run has gathered: `nll` by token of the text, of which `upto` are gone through and `saved` are on disk."""
+
+    def __init__(self, subject: Subject, setting: Setting, key: str, checkpoint: Checkpoint | None) -> None:
+        self.subject, self.setting, self.key = subject, setting, key
+        stand = None if checkpoint is None else checkpoint.load(subject.model)
+        cache = stand.cache if stand is not None and stand.cache is not None else _cache(subject, setting)
+        self.reading = Reading(subject, setting, cache)
+        self.memory = Memory(subject, setting, cache)
+        self.result = Perplexity(bos=self.reading.bos, bucket=subject.identity["bucket"])
+        self.nll = torch.full((subject.tokens,), math.nan, dtype=torch.float64)
+        self.pace, self.upto, self.saved = Pace(), 0, 0
+        self.resumed: list[int] = []
+        self.spent = [0.0, 0.0]  # seconds by the clock and of the CPU, before a checkpoint
+        if stand is not None:
+            self._go_on(stand)
+        self._start = time.perf_counter(), time.process_time()
+        self._last = self._start[0]
+
+    def add(self, block: list[Scored]) -> None:
+        """Counts a block in."""
+        now = _now(self.subject)
+        self.pace.add((now - self._last) / sum(len(scored.nll) for scored in block))
         for scored in block:
-            result.add(scored)
-            nll[scored.start : scored.start + len(scored.nll)] = scored.nll
-        upto = block[-1].start + len(block[-1].nll)
-        memory.look(upto)
-        advance(upto - done)
-        done, last = upto, _now(subject)
-    advance(subject.tokens - done)
-    row = {
-        "key": key,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        **subject.identity,
-        "setting": asdict(setting),
-        "policy": repr(setting.policy) if setting.policy else None,
-        "perplexity_after": perplexity_from(nll, setting.first_after),
-        **_figures(result, pace, subject.tokens),
-        **memory.row(),
-        "seconds": time.perf_counter() - start,
-        "cpu_seconds": time.process_time() - start_cpu,
-        "seed": seed,
-        "host": subject.host,
-    }
-    return row, nll
+            self.result.add(scored)
+            self.nll[scored.start : scored.start + len(scored.nll)] = scored.nll
+        self.upto = block[-1].start + len(block[-1].nll)
+        self.memory.look(self.upto)
+        self._last = _now(self.subject)
+
+    def told(self) -> Told:
+        """For whoever waits for it."""
+        return Told(self.upto, self.saved, self.result.curve()[-1][1], self.memory.held())
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Replaces the checkpoint by where the run stands."""
+        reading = self.reading
+        cache = reading.cache if isinstance(reading.cache, SinkCache) else None
+        told = {
+            "tokens": self.result.tokens,
+            "nll": self.result.nll,
+            "buckets": sorted(self.result.buckets.items()),
+            "pace": asdict(self.pace),
+            "memory": self.memory.curve,
+            "resumed": self.resumed,
+            "spent": self._seconds(),
+        }
+        checkpoint.save(Stand(reading.read, self.upto, self.nll[: self.upto], reading.before, cache, told))
+        self.saved = self.upto
+        self._last = _now(self.subject)
+
+    def row(self, seed: int) -> Row:
+        """The result."""
+        subject, setting = self.subject, self.setting
+        seconds, cpu_seconds = self._seconds()
+        more: Row = {"resumed_at": self.resumed} if self.resumed else {}
+        if subject.spool is not None and len(subject.spool.begins) > 1:
+            more["begins"] = subject.spool.begins
+        return {
+            "key": self.key,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            **subject.identity,
+            "setting": asdict(setting),
+            "policy": repr(setting.policy) if setting.policy else None,
+            "perplexity_after": perplexity_from(self.nll, setting.first_after),
+            **_figures(self.result, self.pace, subject.tokens),
+            **self.memory.row(),
+            **more,
+            "seconds": seconds,
+            "cpu_seconds": cpu_seconds,
+            "seed": seed,
+            "host": subject.host,
+        }
+
+    def _go_on(self, stand: Stand) -> None:
+        told = stand.told
+        self.reading.read, self.reading.before = stand.read, stand.before
+        self.nll[: stand.upto] = stand.nll
+        self.result.tokens, self.result.nll = told["tokens"], told["nll"]
+        self.result.buckets = {index: (count, total) for index, (count, total) in told["buckets"]}
+        self.pace, self.memory.curve = Pace(**told["pace"]), told["memory"]
+        self.upto = self.saved = stand.upto
+        self.resumed, self.spent = [*told["resumed"], stand.upto], told["spent"]
+
+    def _seconds(self) -> list[float]:
+        now = time.perf_counter(), time.process_time()
+        return [spent + end - start for spent, end, start in zip(self.spent, now, self._start, strict=True)]
 
 
-def _figures(result: Perplexity, pace: list[float], tokens: int) -> Row:
+def _figures(result: Perplexity, pace: Pace, tokens: int) -> Row:
     return {
         "perplexity": result.value,
         "scored": result.tokens,
         "curve": [[min(end, tokens), value] for end, value in result.curve()],
-        "ms_per_token": 1000 * statistics.median(pace),
-        "tokens_per_second": 1 / statistics.median(pace),
+        "ms_per_token": 1000 * pace.median,
+        "tokens_per_second": 1 / pace.median,
     }
 
 
@@ -92,83 +179,6 @@ def _cache(subject: Subject, setting: Setting) -> Cache | None:
         assert setting.budget is not None
         return SinkCache(subject.model, setting.policy, setting.budget, cast(Positions, setting.positions))
     return DynamicCache(config=subject.model.config) if setting.method == "full" else None
-
-
-def _blocks(subject: Subject, setting: Setting, cache: Cache | None) -> Iterator[list[Scored]]:
-    """Scores, in the lumps in which the model computes them."""
-    bos = subject.bos if setting.bos == "prepend" else None
-    if cache is not None:
-        attend = cast(Attend, setting.attend or "held")
-        for scored in score(subject.model, cache, subject.ids, setting.chunk or 1, bos, attend):
-            yield [scored]
-        return
-    assert setting.budget is not None
-    assert setting.every is not None
-    ids = subject.ids if bos is None else torch.cat([subject.ids.new_full((1, 1), bos), subject.ids], dim=1)
-    lump = 1
-    if setting.method == "reread":
-        scores = reread(subject.model, ids, setting.budget, setting.every)
-    else:
-        scores, lump = recompute(subject.model, ids, setting.budget, setting.every, _WINDOWS), _WINDOWS
-    if bos is not None:
-        scores = (Scored(scored.start - 1, scored.nll) for scored in scores)
-    scores = iter(scores)
-    blocks = chain([list(islice(scores, 1))], iter(lambda: list(islice(scores, lump)), []))
-    yield from blocks
-
-
-class _Memory:
-    """Bytes a run holds, over the text; and what comes on top, where it is known."""
-
-    def __init__(self, subject: Subject, setting: Setting, cache: Cache | None) -> None:
-        self.subject, self.setting, self.cache = subject, setting, cache
-        self.curve: list[list[int]] = []
-        self.anew = self._of_one_pass() if cache is None else 0
-        self.before = 0
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats()
-            self.before = torch.cuda.memory_allocated()
-
-    @property
-    def _cuda(self) -> bool:
-        return self.subject.identity["device"] == "cuda"
-
-    def look(self, upto: int) -> None:
-        """Notes the bytes held after `upto` tokens, once a bucket."""
-        bucket = self.subject.identity["bucket"]
-        if not self.curve or upto // bucket > self.curve[-1][0] // bucket or upto == self.subject.tokens:
-            self.curve.append([upto, self.anew if self.cache is None else held_bytes(self.cache)])
-
-    def row(self) -> dict[str, Any]:
-        """The fields of the result: a `transient` is the copy of one layer's keys and values that a step attends to."""
-        peak = torch.cuda.max_memory_allocated() - self.before if self._cuda else None
-        return {
-            "bytes": self.curve[-1][1],
-            "bytes_curve": self.curve,
-            "bytes_transient": self._transient(),
-            "bytes_peak": peak,
-        }
-
-    def _transient(self) -> int | None:
-        if self.cache is None:
-            return None
-        if self.setting.budget is None:
-            attended = self.subject.tokens
-        else:
-            attended = 0 if self.setting.chunk == 1 else self.setting.budget - 1 + cast(int, self.setting.chunk)
-        layers = [layer for layer in cast(Any, self.cache).layers if getattr(layer, "keys", None) is not None]
-        return max(
-            (attended * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes) for layer in layers), default=None
-        )
-
-    def _of_one_pass(self) -> int:
-        """What an ordinary cache of one of the passes holds."""
-        length = cast(int, self.setting.budget)
-        if self.setting.method == "reread":
-            length += cast(int, self.setting.every) - 1
-        cache = DynamicCache(config=self.subject.model.config)
-        step(self.subject.model, cache, self.subject.ids[:, :length], last_only=True)
-        return held_bytes(cache)
 
 
 def _now(subject: Subject) -> float:

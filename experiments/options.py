@@ -1,6 +1,7 @@
 """The command line of `experiments.stream_perplexity`, checked as far as it can be before a model is loaded."""
 
 import argparse
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from experiments.runs import METHODS, Setting, grid
 from experiments.subject import TYPES
 from sinkcache.models import EMBEDDED
 
+_BUCKET = 256  # tokens per point of a curve
+_POINTS = 256  # of a curve, at most
 DEMO = {
     "method": "full,window,sinks,recompute",
     "budget": "256",
@@ -44,8 +47,8 @@ def options(parser: Parser, argv: list[str]) -> Options:
     if "--demo" in argv:
         parser.set_defaults(**DEMO)
     given = parser.parse_args(argv)
-    if given.tokens < 2:
-        parser.error(f"--tokens must be at least 2, got {given.tokens}")
+    if given.bucket is None:
+        given.bucket = bucket_for(given.tokens)
     if given.text is not None and given.dataset is not None:
         parser.error("--text and --dataset exclude each other: give one")
     if given.config is not None and given.dataset is None:
@@ -71,6 +74,14 @@ def options(parser: Parser, argv: list[str]) -> Options:
     return Options(given, settings, argv)
 
 
+def bucket_for(tokens: int) -> int:
+    """Tokens per point of a curve: 256, doubled until no more than 256 points are left."""
+    bucket = _BUCKET
+    while tokens > _POINTS * bucket:
+        bucket *= 2
+    return bucket
+
+
 def parser() -> Parser:
     """The options, each with its default in its help."""
     made = Parser(
@@ -85,19 +96,25 @@ def parser() -> Parser:
     what.add_argument("--revision", help="branch, tag or commit of a hub id")
     what.add_argument("--dtype", default="float32", choices=TYPES, help="of the weights and the cache")
     what.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the model runs")
-    what.add_argument("--text", metavar="FILE", help="a UTF-8 file; without, the reference prose inside Python")
+    texts = "UTF-8 files, read one after the other; without, the reference prose inside Python"
+    what.add_argument("--text", nargs="+", metavar="FILE", help=texts)
     what.add_argument("--dataset", metavar="NAME", help="a dataset on the hub, such as emozilla/pg19-test")
     what.add_argument("--config", metavar="C", help="of the dataset")
     what.add_argument("--split", default="test", metavar="S", help="of the dataset")
     what.add_argument("--column", default="text", help="of the dataset: the one that holds text")
-    what.add_argument("--tokens", type=int, default=4096, metavar="N", help="of the text to read")
+    what.add_argument(
+        "--tokens", type=_at_least(2), default=4096, metavar="N", help="of the text to read, as 1_000_000"
+    )
     _lists(how)
     every = "recompute: score each N-th token after the first window; 1 is exact and slow"
     how.add_argument("--recompute-every", type=_at_least(1), default=1, metavar="N", help=every)
     run.add_argument(
         "--out", type=Path, default=Path("out/stream_perplexity"), metavar="DIR", help="for all that is written"
     )
-    run.add_argument("--bucket", type=_at_least(1), default=256, metavar="N", help="tokens per point of the curves")
+    points = "tokens per point of the curves; without, 256, or what makes 256 points or fewer"
+    run.add_argument("--bucket", type=_at_least(1), metavar="N", help=points)
+    often = "of a longer text: tokens between two checkpoints, from which a killed run goes on"
+    run.add_argument("--checkpoint-every", type=_at_least(1), default=50_000, metavar="N", help=often)
     run.add_argument(
         "--threads", type=_at_least(1), metavar="N", help="of torch on the CPU; without, torch's own choice"
     )
@@ -151,7 +168,7 @@ def _numbers(least: int) -> Callable[[str], list[int]]:
 
 def _at_least(least: int) -> Callable[[str], int]:
     def one(text: str) -> int:
-        if not text.strip().isdecimal() or int(text) < least:
+        if not re.fullmatch(r"\s*\d+(_\d+)*\s*", text, re.ASCII) or int(text) < least:
             raise argparse.ArgumentTypeError(f"must be a whole number, {least} or more, got {text!r}")
         return int(text)
 

@@ -19,6 +19,10 @@ INK = "#1a1b1e"  # text and the full cache; the report replaces it by the page's
 COLOURS = {"full": INK, "window": "#D55E00", "sinks": "#0072B2", "recompute": "#009E73", "reread": "#CC79A7"}
 _DASHES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3))]
 _MARKS = ["o", "s", "^", "D", "v", "P"]
+_GREY = "#808080"
+_NAME: dict[str, Any] = {"fontsize": 6.5, "color": _GREY, "annotation_clip": False}  # of a text, above where it begins
+_NAMED = 24  # texts named above a curve, at most
+_MARKED = 64  # points of a curve that are marked one by one, at most
 _LOG_FROM = 4.0  # times between the least and the greatest, from which an axis is logarithmic
 
 
@@ -28,7 +32,8 @@ def figures(rows: Sequence[Row]) -> dict[str, tuple[str, "Figure"]]:
     made = {
         "perplexity_over_text": (
             "Perplexity within each stretch of the text, by method. The dotted line marks the budget: what comes later "
-            "is read with tokens evicted. A recompute that scored some tokens only is left out: too few a stretch.",
+            "is read with tokens evicted. A recompute that scored some tokens only is left out: too few a stretch."
+            + (" Grey lines: another text begins." if _begins(rows) else ""),
             _over_text(whole),
         ),
         "bytes_over_text": (
@@ -66,10 +71,18 @@ def _over_text(rows: Sequence[Row]) -> "Figure":
     _draw(axes, rows, lambda row: row["curve"])
     for budget in sorted({row["setting"]["budget"] for row in rows if row["setting"]["budget"]}):
         axes.axvline(budget, color=INK, linewidth=0.8, linestyle=":", alpha=0.6)
+    for at, title in _begins(rows)[:_NAMED]:
+        axes.axvline(at, color=_GREY, linewidth=0.8, zorder=0)
+        axes.annotate(title, (at, 1), (2, 2), xycoords=("data", "axes fraction"), textcoords="offset points", **_NAME)
     values = [value for row in rows for _, value in row["curve"]]
     if max(values) > _LOG_FROM * min(values):
         _logarithmic(axes)
     return figure
+
+
+def _begins(rows: Sequence[Row]) -> list[tuple[int, str]]:
+    """Where each text begins if there are several."""
+    return [(at, title) for at, title in rows[0].get("begins", [])]
 
 
 def _bytes(rows: Sequence[Row]) -> "Figure":
@@ -119,6 +132,7 @@ def _draw(axes: Any, rows: Sequence[Row], points: Callable[[Row], list]) -> None
         number = counts[method] = counts.get(method, -1) + 1
         _line(axes, points(row), method, number, name)
     axes.set_xlim(left=0)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.figure.legend(**_LEGEND)
 
 
@@ -127,7 +141,7 @@ def _line(axes: Any, points: list, method: str, number: int, label: str) -> None
         *zip(*points, strict=True),
         color=COLOURS[method],
         linestyle=_DASHES[number % len(_DASHES)],
-        marker=_MARKS[list(COLOURS).index(method)],
+        marker=_MARKS[list(COLOURS).index(method)] if len(points) <= _MARKED else None,
         markersize=3.5,
         linewidth=1.6,
         label=label,

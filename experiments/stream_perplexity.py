@@ -10,6 +10,13 @@ BOS, budget 256): full 31.65, window 60.76, 4 sinks 35.64, 1 sink 35.62; 4 sinks
 minute a run on two cores; `--demo` ends within five.
 
     python -m experiments.stream_perplexity --text persuasion.txt --positions original --sinks 1,4
+
+Of a text of millions of tokens nothing is held but the scores, 8 bytes a token; every 50,000 tokens a checkpoint is
+written, from which the same command goes on after Ctrl-C or kill -9, with the same figures to the last bit (one
+thread). The paper's 4 million tokens of PG-19 (figure 5), 6 hours a method on one core:
+
+    python -m experiments.stream_perplexity --dataset emozilla/pg19-test --tokens 4_000_000 --method window,sinks \\
+        --chunk 64 --budget 256 --threads 1
 """
 
 import importlib.util
@@ -20,22 +27,23 @@ from contextlib import contextmanager
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text as Styled
 
+from experiments.checkpoints import Checkpoint, forget, stands_at
+from experiments.costs import costs
 from experiments.demo import generate
 from experiments.measure import measure
 from experiments.options import Options, Parser, options, parser
+from experiments.progress import Bar
 from experiments.report import FORGETS, write_report
-from experiments.results import Results
-from experiments.runs import key
-from experiments.subject import TYPES, Subject, subject
+from experiments.results import Results, Row
+from experiments.runs import Setting, key
+from experiments.sources import Source, of_dataset, of_files, of_text
+from experiments.subject import TYPES, Subject, long_subject
 from experiments.summary import lines, number, write_csv
 from experiments.table import show
 from sinkcache.models import load
-from sinkcache.texts import Text, embedded, from_dataset, from_file
-
-_CHARACTERS = 16  # of a dataset fetched per token asked for; English has 3 to 5
+from sinkcache.predictions import REBASE_AT
+from sinkcache.texts import embedded
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,17 +66,21 @@ def _run(console: Console, command: Parser, asked: Options) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         command.error('the figures need matplotlib: run `pip install "sinkcache[experiments]"`')
     text = _text(asked)
-    if len(text.text.encode()) < given.tokens:
+    if text.bytes is not None and text.bytes < given.tokens:
         command.error(
-            f"text {text.name!r} has {len(text.text.encode())} bytes, so fewer tokens than --tokens {given.tokens}: "
+            f"text {text.name!r} has {text.bytes} bytes, so fewer tokens than --tokens {given.tokens}: "
             "lower it or give a longer text"
         )
     results = Results(given.out)
     with console.status(f"loading {given.model}"):
         loaded = load(given.model, TYPES[given.dtype], given.revision, given.device)
-        read = subject(loaded, text, given.tokens, given.model, given.revision, given.bucket)
+        read = long_subject(loaded, text, given.tokens, given.model, given.revision, given.bucket, given.out)
     if "prepend" in given.bos and read.bos is None:
         command.error(f"--bos prepend: the tokenizer of {given.model} has no BOS token: use --bos none")
+    if given.tokens > REBASE_AT:
+        read.identity["rebase_at"] = REBASE_AT  # shorter texts are read as ever
+    for said in costs(read, asked.settings):
+        console.print(said, highlight=False, soft_wrap=True)
     whole = _measure_all(console, asked, read, results)
     keys = [each for each in (key(setting, read.identity) for setting in asked.settings) if each in results]
     if keys:
@@ -81,7 +93,7 @@ def _run(console: Console, command: Parser, asked: Options) -> int:
         left = len(asked.settings) - len(keys)
         console.print(
             f"\nStopped: {len(keys)} of {len(asked.settings)} runs are finished and kept in {results.path}. The same "
-            f"command, without --fresh, goes on with the other {left}.",
+            f"command, without --fresh, goes on with the other {left}{_where(asked, read)}.",
             highlight=False,
         )
         return 130
@@ -95,61 +107,65 @@ def _run(console: Console, command: Parser, asked: Options) -> int:
     return 0
 
 
-def _text(asked: Options) -> Text:
+def _text(asked: Options) -> Source:
     given = asked.given
     if given.text is not None:
-        return from_file(given.text)
+        return of_files(given.text)
     if given.dataset is not None:
-        characters = _CHARACTERS * given.tokens
-        return from_dataset(given.dataset, given.config, given.split, given.column, characters)
-    return embedded()
+        return of_dataset(given.dataset, given.config, given.split, given.column)
+    return of_text(embedded())
 
 
 def _measure_all(console: Console, asked: Options, read: Subject, results: Results) -> bool:
     """Does the runs that are not done yet; False if Ctrl-C came between."""
+    given = asked.given
     keys = {key(setting, read.identity): setting for setting in asked.settings}
-    todo = {each: setting for each, setting in keys.items() if asked.given.fresh or each not in results}
+    todo = {each: setting for each, setting in keys.items() if given.fresh or each not in results}
     if len(todo) < len(keys):
         console.print(
             f"{len(keys) - len(todo)} of {len(keys)} runs are done already (--fresh redoes them)", highlight=False
         )
+    for each in keys.keys() - todo.keys():
+        forget(given.out / "checkpoints", each)
     if not todo:
         return True
-    with _progress(console) as progress:
-        task = progress.add_task("", total=len(todo) * read.tokens)
-        for number_, (each, setting) in enumerate(todo.items(), start=1):
-            progress.update(task, description=f"{number_}/{len(todo)} {setting.name}")
+    bar = Bar(console, len(todo), read.tokens)
+    with bar.progress:
+        for each, setting in todo.items():
+            bar.run(setting.name)
             try:
-                row, nll = measure(read, setting, each, asked.given.seed, lambda count: progress.advance(task, count))
+                row = _measure_one(asked, read, setting, each, results, bar)
             except KeyboardInterrupt:
                 return False
-            results.add(row, nll)
             scored = "" if row["scored"] >= read.tokens - 1 else f" of {row['scored']:,} tokens scored"
-            done = f"{setting.label}: perplexity {number(row['perplexity'])}{scored} in {row['seconds']:.0f} s"
-            progress.console.print(done, highlight=False)
+            bar.say(f"{setting.label}: perplexity {number(row['perplexity'])}{scored} in {row['seconds']:.0f} s")
     return True
 
 
-class _Speed(TextColumn):
-    """Tokens of the text a second, of late."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def render(self, task: Task) -> Styled:
-        """The speed, or a dash before it is known."""
-        return Styled(f"{task.speed:,.0f} tokens/s" if task.speed else "- tokens/s", style="cyan")
+def _where(asked: Options, read: Subject) -> str:
+    """Where the run under way was left, if it has a checkpoint."""
+    keys = [key(setting, read.identity) for setting in asked.settings]
+    at = max(stands_at(asked.given.out / "checkpoints", each) for each in keys)
+    return f", the first from token {at:,} of {read.tokens:,}" if at else ""
 
 
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        _Speed(),
-        TimeRemainingColumn(),
-    )
-    return Progress(*columns, console=console, transient=True)
+def _measure_one(asked: Options, read: Subject, setting: Setting, name: str, results: Results, bar: Bar) -> Row:
+    """The row of one run, filed; a long one leaves checkpoints until then."""
+    given = asked.given
+    if setting.method == "full" or read.tokens <= given.checkpoint_every:
+        row, nll = measure(read, setting, name, given.seed, bar.tell)
+        results.add(row, nll)
+        return row
+    checkpoint = Checkpoint(given.out / "checkpoints", name)
+    try:
+        if given.fresh:
+            checkpoint.drop()
+        row, nll = measure(read, setting, name, given.seed, bar.tell, checkpoint, given.checkpoint_every)
+        results.add(row, nll)
+        checkpoint.drop()
+    finally:
+        checkpoint.close()
+    return row
 
 
 @contextmanager

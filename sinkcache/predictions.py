@@ -3,7 +3,7 @@
 Chunks, the first token, BOS and `attend` are as `sinkcache.metrics` has them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,10 +15,10 @@ from transformers import Cache
 from sinkcache.cache import SinkCache
 from sinkcache.devices import device_of
 from sinkcache.layer import SinkLayer
-from sinkcache.slots import Slots
 from sinkcache.streaming import last_logits_alone, step
 
 Attend = Literal["held", "token"]
+REBASE_AT = 32_768  # tokens; float32 angles are off by 2e-4 there, 2.5e-2 at four million
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,66 @@ def cached(
         raise ValueError(f"the cache has seen {cache.get_seq_length()} tokens already: call reset() or use a fresh one")
     if attend not in ("held", "token"):
         raise ValueError(f'attend must be "held" or "token", got {attend!r}')
-    if attend == "token" and chunk == 1:
-        attend = "held"  # the same
-    if attend == "token":
-        _check_token(model, cache)
+    reader = Reader(model, cache, bos is not None, attend if chunk > 1 else "held")
     if isinstance(cache, SinkCache):
         cache.resolve(input_ids.shape[1])
-        if attend == "token":
-            _rehearse(cache.slots, input_ids.shape[1], chunk)
-    return _cached(model, cache, input_ids, chunk, first=0 if bos is None else -1, attend=attend)
+    reader.check(input_ids.shape[1], chunk)
+    return _cached(reader, input_ids.split(chunk, dim=1))
 
 
-def _cached(
-    model: nn.Module, cache: Cache, input_ids: Tensor, chunk: int, first: int, attend: Attend
-) -> Iterator[Predicted]:
-    before: Tensor | None = None  # the logits after the token before this chunk
-    read = 0
-    for piece in input_ids.split(chunk, dim=1):
-        mask = _token_mask(model, cast(SinkCache, cache), piece.shape[1]) if attend == "token" else None
-        logits = step(model, cache, piece, attention_mask=mask)[0]
-        given = logits[:-1] if before is None else torch.cat([before, logits[:-1]])
-        targets = piece[0, 1:] if before is None else piece[0]
-        if len(targets):
-            yield Predicted(first + read + (before is None), given, targets)
-        before = logits[-1:].clone()
-        read += piece.shape[1]
+def _cached(reader: "Reader", pieces: Iterable[Tensor]) -> Iterator[Predicted]:
+    for piece in pieces:
+        predicted = reader.predict(piece)
+        if len(predicted.targets):
+            yield predicted
+
+
+class Reader:
+    """Reads a text through a cache, piece by piece, from its start or from where an earlier reader left it.
+
+    Between two pieces all that the rest depends on is the cache, how many tokens were `read`, the BOS included, and the
+    logits `before` the next token. Positions are re-based as `sinkcache.stream` does, from token `REBASE_AT` on, so
+    that float32 angles are as exact there as at the start; a shorter text is read at positions that the model gives.
+    """
+
+    def __init__(self, model: nn.Module, cache: Cache, bos: bool, attend: Attend = "held") -> None:
+        self.model, self.cache, self.attend = model, cache, attend
+        self.read, self.before = 0, cast("Tensor | None", None)
+        self._first = -1 if bos else 0
+
+    def check(self, tokens: int, chunk: int) -> None:
+        """Raises ValueError if `tokens` tokens, the BOS included, cannot be read so in chunks."""
+        if self.attend == "token":
+            _check_token(self.model, self.cache)
+            book = cast(SinkCache, self.cache).slots.rehearsal()
+            while (left := tokens - book.seen) > 0:
+                book.visible(min(chunk, left))  # raises where no mask will do
+                book.step(min(chunk, left))
+        if tokens > REBASE_AT and isinstance(self.cache, SinkCache) and not self.cache.ordered:
+            self.cache.check_rebase()
+
+    def predict(self, piece: Int[Tensor, "1 q_len"]) -> Predicted:
+        """Reads the next tokens; what was predicted of them, of the text's first token nothing."""
+        positions = _rebased(self.cache, piece) if isinstance(self.cache, SinkCache) else None
+        mask = None
+        if self.attend == "token":
+            mask = _token_mask(self.model, cast(SinkCache, self.cache), piece.shape[1])
+        logits = step(self.model, self.cache, piece, attention_mask=mask, position_ids=positions)[0]
+        given = logits[:-1] if self.before is None else torch.cat([self.before, logits[:-1]])
+        targets = piece[0, 1:] if self.before is None else piece[0]
+        predicted = Predicted(self._first + self.read + (self.before is None), given, targets)
+        self.before = logits[-1:].clone()
+        self.read += piece.shape[1]
+        return predicted
+
+
+def _rebased(cache: SinkCache, piece: Tensor) -> Int[Tensor, "1 q_len"] | None:
+    """The positions to read `piece` at, None for those the model gives: as long as none was moved."""
+    (book,) = cache.ledgers[0].books
+    at, limit = REBASE_AT if book.limit is None else book.limit - 1, book.seen - book.shift + piece.shape[1]
+    if not cache.ordered and limit > at:
+        cache.rebase(book.seen)
+    return cache.next_positions(piece.shape[1]).to(piece.device) if book.shift else None
 
 
 def _check_token(model: nn.Module, cache: Cache) -> None:
@@ -92,13 +127,6 @@ def _check_token(model: nn.Module, cache: Cache) -> None:
         raise ValueError(
             f'attend="token" needs a mask, which {implementation} attention does not take: use sdpa or chunk=1'
         )
-
-
-def _rehearse(slots: Slots, tokens: int, chunk: int) -> None:
-    book = slots.rehearsal()
-    while (left := tokens - book.seen) > 0:
-        book.visible(min(chunk, left))  # raises where no mask will do
-        book.step(min(chunk, left))
 
 
 def _token_mask(model: nn.Module, cache: SinkCache, q_len: int) -> Float[Tensor, "1 1 q_len kv_len"] | None:

@@ -14,6 +14,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+BETWEEN = "\n\n"  # two texts that follow one another
 _MIN_TOKENS = 2  # one to read, one to predict
 
 
@@ -66,6 +67,18 @@ def from_dataset(
     """
     if characters is not None and characters < 1:
         raise ValueError(f"characters must be at least 1, or None for all of them, got {characters}")
+    label = label_of(name, config, split)
+    parts = list(_column(rows_of(name, config, split), column, characters, label))
+    return _named(label, BETWEEN.join(parts))
+
+
+def label_of(name: str, config: str | None, split: str) -> str:
+    """What figures call a dataset."""
+    return "/".join(part for part in (name, config, split) if part)
+
+
+def rows_of(name: str, config: str | None, split: str) -> Iterator[dict[str, Any]]:
+    """The rows of a dataset, fetched as they are needed. Raises as `from_dataset` does."""
     if importlib.util.find_spec("datasets") is None:
         raise ModuleNotFoundError(
             f"dataset {name!r} needs the package 'datasets': run `pip install \"sinkcache[experiments]\"`"
@@ -73,33 +86,31 @@ def from_dataset(
     from datasets import load_dataset  # optional, and slow to import
     from datasets.exceptions import DatasetsError
 
-    label = "/".join(part for part in (name, config, split) if part)
     try:
-        rows = load_dataset(name, config, split=split, streaming=True)
-        parts = list(_column(rows, column, characters, label))
-    except _WrongColumn as error:
-        raise ValueError(str(error)) from None
+        yield from load_dataset(name, config, split=split, streaming=True)
     except (OSError, ValueError, RuntimeError, DatasetsError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"dataset {label!r} cannot be read: {first_line} (check name, config and split, or use a text file instead)"
+            f"dataset {label_of(name, config, split)!r} cannot be read: {first_line} (check name, config and split, or "
+            "use a text file instead)"
         ) from error
-    return _named(label, "\n\n".join(parts))
 
 
-class _WrongColumn(ValueError):
-    """The dataset was read, and has no text under the asked name."""
+def column_of(row: dict[str, Any], column: str, label: str) -> str:
+    """The text of a row. Raises ValueError, and says which columns have text, if `column` has none."""
+    if not isinstance(row.get(column), str):
+        strings = [key for key, value in row.items() if isinstance(value, str)]
+        raise ValueError(f"dataset {label!r} has no text column {column!r}: its text columns are {strings}")
+    return row[column]
 
 
 def _column(rows: Iterable[dict[str, Any]], column: str, characters: int | None, label: str) -> Iterator[str]:
     """The strings under `column`, up to the row that completes `characters`."""
     read = 0
     for row in rows:
-        if not isinstance(row.get(column), str):
-            strings = [key for key, value in row.items() if isinstance(value, str)]
-            raise _WrongColumn(f"dataset {label!r} has no text column {column!r}: its text columns are {strings}")
-        yield row[column]
-        read += len(row[column])
+        text = column_of(row, column, label)
+        yield text
+        read += len(text)
         if characters is not None and read >= characters:
             return
 
@@ -133,14 +144,14 @@ def _first_ids(text: str, tokenizer: PreTrainedTokenizerBase, limit: int) -> lis
     """The first `limit` ids, from beginnings of `text` that double until they hold enough."""
     length = 5 * limit  # characters; English has 3 to 5 a token
     while length < len(text):
-        ids = _all_ids(text[: _cut(text, length)], tokenizer)
+        ids = _all_ids(text[: cut_before(text, length)], tokenizer)
         if len(ids) - tokenizer.num_special_tokens_to_add() >= limit:  # else a closing token could be among them
             return ids[:limit]
         length *= 2
     return _all_ids(text, tokenizer)[:limit]
 
 
-def _cut(text: str, length: int) -> int:
+def cut_before(text: str, length: int) -> int:
     """The last place up to `length` between a letter and a space, 0 if there is none."""
     cut = text.rfind(" ", 0, length)
     while cut > 0 and not text[cut - 1].isalpha():

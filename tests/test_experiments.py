@@ -1,4 +1,5 @@
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -6,11 +7,13 @@ import pytest
 import tokenizers
 import torch
 from conftest import VOCABULARY, build
+from rich.console import Console
 from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from experiments import stream_perplexity
-from experiments.measure import perplexity_from
+from experiments import progress, stream_perplexity
+from experiments.measure import Told, perplexity_from
+from experiments.progress import Bar
 from experiments.results import Results
 from experiments.runs import Setting, grid, key, labels
 from experiments.stream_perplexity import main
@@ -153,6 +156,95 @@ def test_ctrl_c_keeps_finished_runs_and_says_how_to_go_on(
     assert "1 of 3 runs are finished" in " ".join(capsys.readouterr().out.split())
     assert main(command(place, tmp_path)) == 0
     assert len(rows(tmp_path)) == 3
+
+
+def test_ctrl_c_in_a_long_run_leaves_a_checkpoint_and_says_where(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = ["--method", "sinks", "--checkpoint-every", "40"]
+    assert main(command(place, tmp_path / "whole", *long)) == 0
+    real = Bar.tell
+
+    def interrupting(self: Bar, told: Any) -> None:
+        real(self, told)
+        if told.upto == 56:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bar, "tell", interrupting)
+        assert main(command(place, tmp_path, *long)) == 130
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "sinks: checkpoint at token 40 of 100, perplexity of the newest stretch" in printed
+    assert "goes on with the other 1, the first from token 64 of 100." in printed
+    assert main(command(place, tmp_path, *long)) == 0
+    assert "sinks: goes on from token 64 of 100" in " ".join(capsys.readouterr().out.split())
+    (whole,), (row,) = rows(tmp_path / "whole"), rows(tmp_path)
+    assert row["resumed_at"] == [64]
+    assert row["perplexity"] == whole["perplexity"]
+    assert row["curve"] == whole["curve"]
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_fresh_begins_a_long_run_anew(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = ["--method", "sinks", "--checkpoint-every", "40"]
+
+    def interrupting(self: Bar, told: Any) -> None:
+        if told.upto == 56:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bar, "tell", interrupting)
+        assert main(command(place, tmp_path, *long)) == 130
+    assert main(command(place, tmp_path, *long, "--fresh")) == 0
+    assert "resumed_at" not in rows(tmp_path)[0]
+
+
+def test_what_a_killed_process_left_of_a_filed_run_is_deleted(place: Path, tmp_path: Path) -> None:
+    main(command(place, tmp_path, "--method", "sinks"))
+    left = tmp_path / "checkpoints" / rows(tmp_path)[0]["key"]
+    left.mkdir(parents=True)
+    (left / "state.json").write_text("{}")
+    main(command(place, tmp_path, "--method", "sinks"))
+    assert not left.exists()
+
+
+def test_several_texts_are_one_stream_with_their_beginnings_marked(place: Path, tmp_path: Path) -> None:
+    texts = ["--text", str(place / "text.txt"), str(place / "text.txt"), "--tokens", "200"]
+    main(command(place, tmp_path, "--method", "full,window", *texts))
+    for row in rows(tmp_path):
+        assert row["text"] == "text.txt + text.txt"
+        assert row["begins"] == [[0, "text.txt"], [120, "text.txt"]]
+    assert (tmp_path / "report.html").read_text().count("another text begins") == 1
+    main(command(place, tmp_path / "one", "--method", "full"))
+    assert "begins" not in rows(tmp_path / "one")[0]
+    assert "another text begins" not in (tmp_path / "one" / "report.html").read_text()
+
+
+def test_positions_are_rebased_in_long_texts_alone_and_the_key_says_so(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main(command(place, tmp_path, "--method", "sinks"))
+    monkeypatch.setattr(stream_perplexity, "REBASE_AT", 50)
+    main(command(place, tmp_path, "--method", "sinks"))
+    short, long = rows(tmp_path)
+    assert "rebase_at" not in short
+    assert long["rebase_at"] == 50
+    assert long["key"] != short["key"]
+
+
+def test_time_left_does_not_count_what_a_checkpoint_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    console = Console(record=True, width=200)
+    bar = Bar(console, 2, 1000)
+    bar.run("sinks")
+    bar.tell(Told(600, 600, 30.0, 2**20))
+    clock[0] += 10
+    bar.tell(Told(700, 700, 31.0, 2**20))
+    said = console.export_text()
+    assert "goes on from token 600 of 1,000" in said
+    assert "10 tokens/s, 0:00:30 left" in said
+    assert bar.progress.tasks[0].completed == 700
 
 
 def test_a_key_changes_with_everything_that_matters() -> None:

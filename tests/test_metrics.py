@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from sinkcache import SinkCache, predictions
 from sinkcache.metrics import Perplexity, Scored, perplexity, recompute, reread, score
-from sinkcache.policies import StreamingLLM, Window
+from sinkcache.policies import H2O, StreamingLLM, Window
 
 Model = Callable[..., Any]  # of a causal LM, the fixture in conftest.py
 few = settings(deadline=None, max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -210,6 +210,39 @@ def test_token_by_token_is_refused_for_flash_attention(model: Model) -> None:
     llama.config._attn_implementation_internal = "flash_attention_2"
     with _unread(llama), pytest.raises(ValueError, match="flash_attention_2"):
         score(llama, cache, _ids(9), attend="token")
+
+
+@pytest.mark.parametrize("positions", ["cache", "original"])
+@pytest.mark.parametrize("policy", [StreamingLLM(num_sinks=2), H2O(recent=3)], ids=["StreamingLLM", "H2O"])
+def test_long_texts_are_rebased_and_nothing_else_changes(
+    model: Model, monkeypatch: pytest.MonkeyPatch, policy: Any, positions: Any
+) -> None:
+    llama, ids, given = model("llama"), _ids(60), []
+    plain = torch.cat([each.nll for each in score(llama, SinkCache(llama, policy, 8, positions), ids, 4)])
+    monkeypatch.setattr(predictions, "REBASE_AT", 20)
+    whole = predictions.step
+    monkeypatch.setattr(predictions, "step", lambda *a, **k: given.append(k["position_ids"]) or whole(*a, **k))
+    moved = torch.cat([each.nll for each in score(llama, SinkCache(llama, policy, 8, positions), ids, 4)])
+    torch.testing.assert_close(moved, plain, atol=1e-9, rtol=0)
+    if positions == "original":  # inside the cache positions are small anyway
+        assert given[0] is None
+        assert 12 < max(int(each.max()) for each in given if each is not None) < 20
+
+
+def test_a_long_text_that_cannot_be_rebased_is_refused_before_it_is_read(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama = model("llama")
+    cache = SinkCache(llama, Window(), 8, "original")
+    monkeypatch.setattr(type(cache), "check_rebase", _refuse)
+    score(llama, cache, _ids(40), 4)
+    monkeypatch.setattr(predictions, "REBASE_AT", 39)
+    with _unread(llama), pytest.raises(ValueError, match="cannot be moved"):
+        score(llama, cache, _ids(40), 4)
+
+
+def _refuse(cache: SinkCache) -> None:
+    raise ValueError("cannot be moved")
 
 
 # refusals
