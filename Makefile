@@ -109,7 +109,7 @@ COMPARE := out/compare
 compare: venv ## the demo's third page: six policies at two budgets on two documents, and who finds a number again
 	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.compare_policies --documents 2 --tokens 1024 \
 	  --budget 64,128 --workers $(WORKERS) --threads 1 --out $(COMPARE)
-	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.passkey --length 512 --budget 64,128 --trials 5 \
+	OMP_WAIT_POLICY=passive $(VENV)/bin/python -m experiments.passkey --length 512 --budget 128,256 --trials 3 \
 	  --workers $(WORKERS) --threads 1 --out $(COMPARE)
 	$(VENV)/bin/python -m experiments report $(COMPARE)
 

@@ -98,6 +98,12 @@ def test_ties_are_over_the_same_trials(tmp_path: Path) -> None:
     assert standings == {"full": "", "H2O": BEST, "TOVA": TIED, "window": "", "Clairvoyant(256)": BOUND}
 
 
+def test_nobody_is_best_where_nobody_found_anything(tmp_path: Path) -> None:
+    for name in ("full", "H2O", "TOVA"):
+        retrieval(tmp_path, name, [1, 1, 1] if name == "full" else [0, 0, 0], [1, 1, 0])
+    assert {line.standing for line in by_name(only(tmp_path)).values()} == {""}
+
+
 def test_who_lacks_a_place_is_not_ranked(tmp_path: Path) -> None:
     for depth in (0.1, 0.9):
         for name in ("H2O", "TOVA"):

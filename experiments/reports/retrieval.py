@@ -180,6 +180,8 @@ def _stand(task: Task) -> None:
     if len(ranked) < 2:
         return
     best = min(ranked, key=lambda line: (-_share(line), line.label))
+    if _share(best) == 0:  # nobody found anything
+        return
     right = {line.label: _all_hits(line, places) for line in ranked}
     for line in ranked:
         mine, theirs = right[line.label], right[best.label]
