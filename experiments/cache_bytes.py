@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from transformers import Cache
 
-from experiments.options import Parser, _at_least
+from experiments.options import Parser, at_least
 from experiments.results import Row
 from experiments.table import _print
 from experiments.twins import Bench, Method, bench, lines, methods, parser, plot, read, run
@@ -114,8 +114,8 @@ def _show(console: Console, given: Namespace, rows: Sequence[Row]) -> None:
 def _parser() -> Parser:
     made = parser("cache_bytes", "Bytes of a cache against its context, measured and planned.", "StreamingLLM,H2O",
                   "512")  # fmt: skip
-    made.add_argument("--tokens", type=_at_least(1), default=8192, metavar="N", help="of the longest context")
-    made.add_argument("--piece", type=_at_least(1), default=1024, metavar="N", help="tokens read and measured at once")
+    made.add_argument("--tokens", type=at_least(1), default=8192, metavar="N", help="of the longest context")
+    made.add_argument("--piece", type=at_least(1), default=1024, metavar="N", help="tokens read and measured at once")
     return made
 
 

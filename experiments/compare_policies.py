@@ -27,16 +27,16 @@ from experiments.entrants import Entrant, at_budget, baselines, check_on, usual
 from experiments.entrants import add_options as add_entrants
 from experiments.grid.cell import Cell
 from experiments.grid.cluster import check_ray
-from experiments.grid.networks import Network, add_options, network
-from experiments.grid.options import add as add_grid
+from experiments.grid.networks import Network, network
+from experiments.grid.networks import add_options as add_models
+from experiments.grid.options import add_options as add_work
 from experiments.grid.options import check_workers
 from experiments.grid.run import run
 from experiments.grid.store import FAILED, Store
-from experiments.options import Parser, _at_least, _numbers
+from experiments.options import Parser, add_dataset, at_least, check_dataset, numbers
 from experiments.reports.command import report
 from experiments.results import Row
 from experiments.stream_cell import POLICY, RECOMPUTE, REREAD
-from sinkcache.models import EMBEDDED
 from sinkcache.texts import Text, embedded, from_dataset, from_file
 
 FUNCTION = "experiments.stream_cell:measure"
@@ -46,17 +46,17 @@ _REFERENCE_CHUNK = 64  # tokens that the full cache reads at once beside a metho
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; 0, 1 if a cell failed, 130 after Ctrl-C. Ends with 2 and a line if it cannot be run."""
-    command, console = _parser(), Console()
+    command, console = parser(), Console()
     arguments = list(sys.argv[1:] if argv is None else argv)
     given = command.parse_args(arguments)
     try:
         check_ray(given.ray)
         documents = _documents(given)
-        networks = [network(name, given.revision, given) for name in given.model]
+        networks = [network(name, given) for name in given.model]
         check_workers(given, [each.nbytes for each in networks])
         cells = [cell for each in networks for cell in cells_of(each, documents, given)]
         store = Store(given.out)
-        for line in (*_notes(networks), *_changed(store, cells)):
+        for line in (*_notes(networks, given.tokens), *_changed(store, cells)):
             console.print(line, highlight=False, soft_wrap=True)
         rows = run(cells, store, console, given, ["python", "-m", "experiments.compare_policies", *arguments])
         return _end(console, given.out, rows)
@@ -98,6 +98,10 @@ def _entrants(one: Network, given: argparse.Namespace) -> list[Entrant]:
     entrants = [*always, *(each for each in asked if (each.budget, repr(each.policy)) not in known)]
     for entrant in entrants:
         check_on(one, entrant)
+        if (most := max(entrant.budgets or [0])) > given.tokens:
+            raise ValueError(
+                f"--policy {entrant.name} has a layer hold {most} of --tokens {given.tokens}: fewer, or more"
+            )
     return entrants
 
 
@@ -112,30 +116,41 @@ def _ways(entrant: Entrant, given: argparse.Namespace) -> Iterator[Row]:
 
 def _documents(given: argparse.Namespace) -> list[Document]:
     """The documents asked for. Raises ValueError if one cannot be long enough, or evicts nothing."""
-    for budget in given.budget:
-        if budget + 1 >= given.tokens:
-            raise ValueError(f"--budget {budget} evicts nothing from --tokens {given.tokens}: lower the budget")
+    for budget, chunk in product(given.budget, given.chunk):
+        if -(-budget // chunk) * chunk + 1 >= given.tokens:  # the first chunk that finds something evicted
+            raise ValueError(
+                f"--budget {budget} in chunks of {chunk} evicts nothing from --tokens {given.tokens} before the last "
+                "is read: lower --budget or --chunk"
+            )
     documents = stretches(_texts(given), given.documents)
     twice = {each.name for each in documents if sum(other.name == each.name for other in documents) > 1}
     if twice:
         raise ValueError(f"two documents are named {min(twice)!r}: give files with different names")
+    alike = {(each.sha256, each.index): each.name for each in documents}
     for document in documents:
+        if (other := alike[document.sha256, document.index]) != document.name:
+            raise ValueError(f"documents {document.name!r} and {other!r} are the same text: leave one out")
         if document.shorter_than(given.tokens):
             raise Refused(f"document {document.name!r} has fewer tokens than --tokens {given.tokens}: lower it")
     return documents
 
 
 def _texts(given: argparse.Namespace) -> list[Text]:
-    if given.text and given.dataset:
-        raise ValueError("--text and --dataset exclude each other: give one")
-    if given.dataset:
+    check_dataset(given)
+    if given.dataset is not None:
         characters = _CHARACTERS * given.tokens * given.documents
         return [from_dataset(given.dataset, given.config, given.split, given.column, characters)]
     return [from_file(each) for each in given.text] or [embedded()]
 
 
-def _notes(networks: Sequence[Network]) -> Iterator[str]:
-    """What a person should know before a grid of several models is read."""
+def _notes(networks: Sequence[Network], tokens: int) -> Iterator[str]:
+    """What a person should know before a grid is read."""
+    for each in networks:
+        if each.trained is not None and tokens > each.trained:
+            yield (
+                f"{each.name} was trained to read {each.trained:,} tokens and --tokens is {tokens:,}: beyond, its full "
+                "cache sets no standard"
+            )
     vocabularies = {each.name: hash(tuple(sorted(each.tokenizer.get_vocab().items()))) for each in networks}
     if len(set(vocabularies.values())) > 1:
         yield (
@@ -148,7 +163,7 @@ def _changed(store: Store, cells: Sequence[Cell]) -> Iterator[str]:
     """Documents that the folder has results of, under the same name and with another text."""
     now = {cell.asked["text"]: cell.asked["text_sha256"] for cell in cells}
     before = {(row["asked"]["text"], row["asked"]["text_sha256"]) for row in store.rows("stream")}
-    for name in sorted({name for name, sha256 in before if now.get(name, sha256) != sha256}):
+    for name in sorted({name for name, _ in before if name in now and (name, now[name]) not in before}):
         yield f"document {name!r} is not what it was when {store.folder} was written: its cells are measured anew"
 
 
@@ -161,38 +176,35 @@ def _end(console: Console, out: Path, rows: Sequence[Row]) -> int:
     return int(bool(failed))
 
 
-def _parser() -> Parser:
+def parser() -> Parser:
+    """The options, each with its default in its help."""
     made = Parser(
         prog="compare_policies",
         description="Perplexity, divergence, recall, memory and time of eviction policies at equal budgets.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     what, how, work = (made.add_argument_group(name) for name in ("what is read", "how it is read", "the work"))
-    what.add_argument("--model", nargs="+", default=[EMBEDDED], metavar="M", help="hub ids, folders, the embedded one")
-    add_options(what)
+    add_models(what)
     what.add_argument("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files; without, the embedded text")
-    what.add_argument("--dataset", metavar="NAME", help="a dataset on the hub, such as emozilla/pg19-test")
-    what.add_argument("--config", metavar="C", help="of the dataset")
-    what.add_argument("--split", default="test", metavar="S", help="of the dataset")
-    what.add_argument("--column", default="text", help="of the dataset: the one that holds text")
-    what.add_argument("--documents", type=_at_least(1), default=1, metavar="N", help="stretches to take from each text")
-    what.add_argument("--tokens", type=_at_least(2), default=4096, metavar="N", help="of each document")
+    add_dataset(what)
+    what.add_argument("--documents", type=at_least(1), default=1, metavar="N", help="stretches to take from each text")
+    what.add_argument("--tokens", type=at_least(2), default=4096, metavar="N", help="of each document")
     what.add_argument("--bos", choices=("none", "prepend"), default="none", help="a BOS token before each document")
     _add_ways(how)
-    add_grid(work, Path("out/compare_policies"))
+    add_work(work, Path("out/compare_policies"))
     return made
 
 
 def _add_ways(how: argparse._ArgumentGroup) -> None:
     add_entrants(how)
-    how.add_argument("--chunk", type=_numbers(1), default="64", metavar="N,N", help="tokens read at once")
+    how.add_argument("--chunk", type=numbers(1), default="64", metavar="N,N", help="tokens read at once")
     how.add_argument(
-        "--horizon", type=_at_least(1), default=256, metavar="N", help="tokens that Clairvoyant looks ahead"
+        "--horizon", type=at_least(1), default=256, metavar="N", help="tokens that Clairvoyant looks ahead"
     )
-    how.add_argument("--recompute-every", type=_at_least(1), default=32, metavar="N", help=(
+    how.add_argument("--recompute-every", type=at_least(1), default=32, metavar="N", help=(
         "recompute scores each N-th token after the first window; 1 is exact and slow"))  # fmt: skip
-    how.add_argument("--reread-every", type=_at_least(1), default=64, metavar="N", help="tokens between two readings")
-    how.add_argument("--bucket", type=_at_least(1), default=128, metavar="N", help="tokens per point of the curves")
+    how.add_argument("--reread-every", type=at_least(1), default=64, metavar="N", help="tokens between two readings")
+    how.add_argument("--bucket", type=at_least(1), default=128, metavar="N", help="tokens per point of the curves")
 
 
 if __name__ == "__main__":

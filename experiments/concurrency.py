@@ -19,7 +19,7 @@ from rich.console import Console
 
 from experiments.cache_bytes import engines
 from experiments.crowd import Crowd, between, by_length, counts, fitting, knee, out_of_memory, percentile, waits
-from experiments.options import Parser, _at_least
+from experiments.options import Parser, at_least
 from experiments.results import Row
 from experiments.table import _print
 from experiments.twins import Bench, Method, bench, lines, methods, parser, plot, run
@@ -165,7 +165,7 @@ def _mix(text: str) -> dict[int, float]:
     for part in text.split(","):
         length, _, share = part.partition(":")
         try:
-            found[_at_least(1)(length)] = float(share)
+            found[at_least(1)(length)] = float(share)
         except (ValueError, argparse.ArgumentTypeError):
             raise argparse.ArgumentTypeError(f"is written as 256:0.8,1024:0.2 (prompt:share), got {text!r}") from None
         if not 0 < found[int(length)] <= 1:
@@ -196,13 +196,13 @@ def _seconds(text: str) -> float:
 
 def _parser() -> Parser:
     made = parser("concurrency", "How many users fit and what they get.", "StreamingLLM,H2O", "64")
-    made.add_argument("--prompt", type=_at_least(1), default=256, metavar="N", help="tokens read of each user")
+    made.add_argument("--prompt", type=at_least(1), default=256, metavar="N", help="tokens read of each user")
     made.add_argument("--mix", type=_mix, metavar="N:SHARE,...", help="prompts of several lengths, as 256:0.8,1024:0.2")
-    made.add_argument("--steps", type=_at_least(1), default=17, metavar="N", help="tokens written, the first to warm")
-    made.add_argument("--chunk", type=_at_least(1), default=64, metavar="N", help="tokens of a prompt read at once")
+    made.add_argument("--steps", type=at_least(1), default=17, metavar="N", help="tokens written, the first to warm")
+    made.add_argument("--chunk", type=at_least(1), default=64, metavar="N", help="tokens of a prompt read at once")
     made.add_argument("--memory", type=_size, metavar="SIZE", help="for all caches; without, 128MiB on the CPU")
     made.add_argument("--step-limit", type=_seconds, metavar="SECONDS", help="for the median step")
-    made.add_argument("--most", type=_at_least(1), default=1 << 20, metavar="N", help="users to try")
+    made.add_argument("--most", type=at_least(1), default=1 << 20, metavar="N", help="users to try")
     return made
 
 

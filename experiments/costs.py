@@ -59,6 +59,11 @@ def _memory(subject: Subject) -> int | None:
     """Bytes of memory where the model is; None if this system does not say."""
     if subject.identity["device"] == "cuda":
         return torch.cuda.get_device_properties(0).total_memory
+    return machine_bytes()
+
+
+def machine_bytes() -> int | None:
+    """Bytes of this machine's memory; None if its system does not say."""
     names: Any = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names:
         return None

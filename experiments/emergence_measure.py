@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedTokenizerBase
 from experiments.results import Row
 from experiments.sinks import SEGMENT, attention_facts, sink_rates
 from sinkcache import SinkCache
-from sinkcache.metrics import perplexity
+from sinkcache.metrics import exponential, perplexity
 from sinkcache.policies import StreamingLLM, Window
 from sinkcache.sinks import attention_sinks
 
@@ -81,7 +81,7 @@ def perplexities(model: nn.Module, ids: Int[Tensor, "1 kv_len"], budget: int, ch
         read = perplexity(model, made(model, budget), ids, chunk, bucket=budget)
         later = [read.buckets[index] for index in read.buckets if index > 0]
         after = sum(nll for _, nll in later) / sum(count for count, _ in later)
-        found[name] = {"all": _exp(read.nll / read.tokens), "after": _exp(after)}
+        found[name] = {"all": exponential(read.nll / read.tokens), "after": exponential(after)}
     return {"budget": budget, **found}
 
 
@@ -110,10 +110,6 @@ def drawable(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of a tokenizer that are no special tokens."""
     special = set(cast("list[int]", tokenizer.all_special_ids))
     return [each for each in range(len(tokenizer)) if each not in special]
-
-
-def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf
 
 
 def _finite(value: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from experiments.documents import Document, of_ids, stretches
 from experiments.emergence_measure import CONTROLS
-from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.options import Parser, at_least, choices, numbers
 from experiments.revisions import SIZES, TOKENS_PER_STEP, Revision, ladder, listed, preset
 from experiments.subject import TYPES
 from sinkcache.sinks import FIRST_QUERY
@@ -98,14 +98,12 @@ def parser() -> Parser:
     what.add_argument("--model", metavar="ID", help="hub id, or a folder; with --revisions")
     what.add_argument("--revisions", type=_listed, default=[], metavar="R,R", help="of the hub id, or folders in it")
     what.add_argument(
-        "--steps", type=_numbers(0), default=[], metavar="N,N", help="of the revisions; else in their names"
+        "--steps", type=numbers(0), default=[], metavar="N,N", help="of the revisions; else in their names"
     )
     what.add_argument(
         "--ladder", nargs="+", default=[], metavar="DIR", help="folders with step0, step16 ...; one a seed"
     )
-    what.add_argument(
-        "--tokens-per-step", type=_at_least(1), metavar="N", help="of training; known of presets, ladders"
-    )
+    what.add_argument("--tokens-per-step", type=at_least(1), metavar="N", help="of training; known of presets, ladders")
     _reading(read)
     _measuring(how)
     _running(run)
@@ -116,35 +114,35 @@ def _reading(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files; else the embedded text")
     group.add_argument("--ids", metavar="FILE", help='JSON, lists of ids, as they are or under "ids"; a ladder has one')
     group.add_argument(
-        "--documents", type=_at_least(1), metavar="N", help="stretches of each text, or rows of ids; else 1, 4 or 16"
+        "--documents", type=at_least(1), metavar="N", help="stretches of each text, or rows of ids; else 1, 4 or 16"
     )
     group.add_argument(
-        "--tokens", type=_at_least(2), default=2048, metavar="N", help="of a document, up to the trained length"
+        "--tokens", type=at_least(2), default=2048, metavar="N", help="of a document, up to the trained length"
     )
     group.add_argument("--bos", choices=("none", "prepend"), default="none", help="a BOS token as the first of these")
 
 
 def _measuring(group: argparse._ArgumentGroup) -> None:
     first = "index of the first query whose attention counts"
-    group.add_argument("--first-query", type=_at_least(1), default=FIRST_QUERY, metavar="N", help=first)
+    group.add_argument("--first-query", type=at_least(1), default=FIRST_QUERY, metavar="N", help=first)
     group.add_argument(
-        "--segments", type=_at_least(1), default=100, metavar="N", help="of 64 tokens, at most, over all documents"
+        "--segments", type=at_least(1), default=100, metavar="N", help="of 64 tokens, at most, over all documents"
     )
     budget = "tokens a bounded cache holds; else 256, or a quarter of a document of 512 tokens or fewer"
-    group.add_argument("--budget", type=_at_least(5), metavar="N", help=budget)
-    group.add_argument("--chunk", type=_at_least(1), default=64, metavar="N", help="tokens read at once for perplexity")
+    group.add_argument("--budget", type=at_least(5), metavar="N", help=budget)
+    group.add_argument("--chunk", type=at_least(1), default=64, metavar="N", help="tokens read at once for perplexity")
     group.add_argument("--no-perplexity", action="store_true", help="measure attention alone")
     group.add_argument(
-        "--controls", type=_choices(*CONTROLS), default=[], help="of the last checkpoint: any of " + ", ".join(CONTROLS)
+        "--controls", type=choices(*CONTROLS), default=[], help="of the last checkpoint: any of " + ", ".join(CONTROLS)
     )
     group.add_argument("--dtype", default="float32", choices=TYPES, help="of the weights")
-    group.add_argument("--draws", type=_at_least(1), default=1000, metavar="N", help="resamples of the documents")
+    group.add_argument("--draws", type=at_least(1), default=1000, metavar="N", help="resamples of the documents")
     group.add_argument("--seed", type=int, default=0, help="of the controls and the resamples")
 
 
 def _running(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the model runs")
-    group.add_argument("--threads", type=_at_least(1), metavar="N", help="of torch on the CPU; else torch's own choice")
+    group.add_argument("--threads", type=at_least(1), metavar="N", help="of torch on the CPU; else torch's own choice")
     group.add_argument(
         "--out", type=Path, default=Path("out/sink_emergence"), metavar="DIR", help="for what is written"
     )

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.emergence_curves import Curve, Point
 from experiments.onset import Onset
-from experiments.plots import _DASHES, _LEGEND, _LOG_FROM, _MARKS, INK, _axes, _logarithmic
+from experiments.plots import DASHES, INK, LEGEND, LOG_FROM, MARKS, frame, logarithmic, panel
 from experiments.revisions import WARM_UP
 from experiments.sinks import PLACES, THRESHOLDS
 
@@ -49,7 +49,7 @@ def figures(curves: Sequence[Curve], onsets: Sequence[dict[str, Onset]]) -> dict
 
 
 def _share(curves: Sequence[Curve]) -> "Figure":
-    figure, axes = _axes(_ACROSS, "share of the first token, %")
+    figure, axes = panel(_ACROSS, "share of the first token, %")
     values = []
     for number, curve in enumerate(curves):
         steps, documents = _steps(curve), [[100 * each for each in point.by_document()] for point in curve.points]
@@ -64,9 +64,9 @@ def _share(curves: Sequence[Curve]) -> "Figure":
         values.append(level)
     _across(axes, curves)
     _warm_up(axes, curves)
-    if max(values) > _LOG_FROM * min(values):
-        _logarithmic(axes)
-    figure.legend(**_LEGEND)
+    if max(values) > LOG_FROM * min(values):
+        logarithmic(axes)
+    figure.legend(**LEGEND)
     return figure
 
 
@@ -112,7 +112,7 @@ def _rates(curves: Sequence[Curve], onsets: Sequence[dict[str, Onset]]) -> "Figu
             axes.set_xlabel("k", color=INK)
             if column == 0:
                 axes.set_ylabel("Sink_k^eps, %", color=INK)
-    figure.legend(**{**_LEGEND, "ncols": 4})
+    figure.legend(**{**LEGEND, "ncols": 4})
     return figure
 
 
@@ -133,14 +133,14 @@ def _norms(curves: Sequence[Curve]) -> "Figure":
             axes.axhline(1, color=INK, linewidth=1, linestyle=":")
         _across(axes, curves, apart=4)
         _warm_up(axes, curves, *([] if name == "massive" else [None]))
-        if values and max(values) > _LOG_FROM * min(values):
-            _logarithmic(axes)
-    figure.legend(**_LEGEND)
+        if values and max(values) > LOG_FROM * min(values):
+            logarithmic(axes)
+    figure.legend(**LEGEND)
     return figure
 
 
 def _eviction(curves: Sequence[Curve]) -> "Figure":
-    figure, axes = _axes(_ACROSS, "perplexity over the full cache's")
+    figure, axes = panel(_ACROSS, "perplexity over the full cache's")
     values = []
     for number, curve in enumerate(curves):
         for dash, cache in enumerate(_EVICTED):
@@ -155,13 +155,13 @@ def _eviction(curves: Sequence[Curve]) -> "Figure":
     axes.axhline(1, color=INK, linewidth=0.8)
     _across(axes, curves)
     _warm_up(axes, curves)
-    if values and max(values) > _LOG_FROM * min(values):
-        _logarithmic(axes)
+    if values and max(values) > LOG_FROM * min(values):
+        logarithmic(axes)
     for number, curve in enumerate(curves):
         _draw(axes, [], number, curve.series)
     for dash, words in enumerate(_EVICTED.values()):
-        axes.plot([], [], color=INK, linestyle=_DASHES[dash], linewidth=1.5, label=words)
-    figure.legend(**_LEGEND)
+        axes.plot([], [], color=INK, linestyle=DASHES[dash], linewidth=1.5, label=words)
+    figure.legend(**LEGEND)
     return figure
 
 
@@ -182,8 +182,8 @@ def _draw(axes: Any, points: Sequence[tuple[int, float]], number: int, label: st
         [step for step, _ in points],
         [value for _, value in points],
         color=_LINES[number % len(_LINES)],
-        marker=_MARKS[number % len(_MARKS)],
-        linestyle=_DASHES[(dash + number // len(_LINES)) % len(_DASHES)],
+        marker=MARKS[number % len(MARKS)],
+        linestyle=DASHES[(dash + number // len(_LINES)) % len(DASHES)],
         markersize=3.5,
         linewidth=1.5,
         label=label,
@@ -218,12 +218,7 @@ def _panels(count: int, columns: int, height: float) -> tuple["Figure", list[Any
     figure = Figure(figsize=(7.2, height * rows + 0.6), layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in panels:
-        axes.tick_params(colors=INK, which="both", labelsize=7)
-        axes.grid(True, color="#808080", alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(INK)
+        frame(axes, labelsize=7)
     for axes in panels[count:]:
         axes.set_visible(False)
     return figure, panels

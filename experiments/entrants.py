@@ -5,10 +5,12 @@ in `H2O(recent=budget//2)`. `calibrated` is the recommended policy with a budget
 """
 
 import ast
+import hashlib
+import inspect
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,14 @@ from transformers import DynamicCache
 
 from experiments.calibrated import POLICY, STORED
 from experiments.grid.networks import Network
-from experiments.options import _choices, _numbers
+from experiments.options import choices, numbers
 from experiments.results import Row
 from experiments.stream_cell import FULL, RECOMPUTE, REREAD
 from experiments.stream_cell import POLICY as BY_POLICY
 from sinkcache.book import check_budget, least_budget
 from sinkcache.budgets import asked_budgets, scaled
 from sinkcache.models import EMBEDDED
-from sinkcache.plugins import named
+from sinkcache.plugins import named, qualified
 from sinkcache.policies import Clairvoyant, Window
 from sinkcache.policy import Policy
 from sinkcache.recording import Recording
@@ -66,12 +68,13 @@ class Entrant:
             "budgets": None if self.budgets is None else list(self.budgets),
             "horizon": self.horizon,
             "every": self.every,
+            **({"code": code} if (code := _code(self.policy)) else {}),
         }
 
 
-def usual(network: Network, lists: Path | None) -> list[str]:
+def usual(network: Network, layer_budgets: Path | None) -> list[str]:
     """Who is compared if nobody is named; the calibrated policy only where its budgets by layer are known."""
-    return [each for each in DEFAULT if each != CALIBRATED or lists is not None or network.name == EMBEDDED]
+    return [each for each in DEFAULT if each != CALIBRATED or layer_budgets is not None or network.name == EMBEDDED]
 
 
 def add_options(group: Any) -> None:
@@ -81,8 +84,8 @@ def add_options(group: Any) -> None:
         + ", ".join(DEFAULT)))  # fmt: skip
     group.add_argument("--layer-budgets", type=Path, metavar="FILE", help=(
         f"what `python -m sinkcache calibrate` printed for the model, for {CALIBRATED}"))  # fmt: skip
-    group.add_argument("--budget", type=_numbers(1), default="128,256", metavar="N,N", help="tokens a layer holds")
-    group.add_argument("--positions", type=_choices("cache", "original"), default="original", help=(
+    group.add_argument("--budget", type=numbers(1), default="128,256", metavar="N,N", help="tokens a layer holds")
+    group.add_argument("--positions", type=choices("cache", "original"), default="original", help=(
         "inside the cache, or those of the text"))  # fmt: skip
 
 
@@ -94,16 +97,18 @@ def written(text: str, budget: int) -> Policy:
     try:
         policy = named(filled)
         check_budget(policy, budget, 1)
+        if named(repr(policy)) != policy:  # a cell has its policy as it is written
+            raise ValueError(f"{policy!r} is another policy when it is read again: its fields and name must be in it")
     except ValueError as error:
         raise ValueError(f"--policy {text}: {error}") from error
     return policy
 
 
-def at_budget(text: str, budget: int, network: Network, lists: Path | None) -> Entrant:
+def at_budget(text: str, budget: int, network: Network, layer_budgets: Path | None) -> Entrant:
     """The entrant that `text` writes. Raises ValueError if it is none, or cannot be had on this model or budget."""
     if text.strip().lower() != CALIBRATED:
         return Entrant(text.strip(), BY_POLICY, budget, written(text, budget))
-    shares = _list(network, lists)
+    shares = _layer_budgets(network, layer_budgets)
     try:
         check_budget(POLICY, budget, 1)
     except ValueError as error:
@@ -133,9 +138,23 @@ def check_on(network: Network, entrant: Entrant) -> None:
     asked_budgets(list(entrant.budgets or []) or entrant.budget or 1, len(bounded))
 
 
-def _list(network: Network, lists: Path | None) -> list[int]:
+def _code(policy: Policy | None) -> dict[str, str]:
+    """Of each policy that is not of this package, a hash of its file: an edit is another policy under the same name."""
+    if policy is None:
+        return {}
+    kind, found = type(policy), {}
+    for inner in (getattr(policy, each.name) for each in fields(policy)):
+        found |= _code(inner) if isinstance(inner, Policy) else {}
+    if not kind.__module__.startswith("sinkcache."):
+        file = inspect.getsourcefile(kind)
+        content = b"" if file is None else Path(file).read_bytes()
+        found[qualified(kind)] = hashlib.sha256(content).hexdigest()[:16]
+    return found
+
+
+def _layer_budgets(network: Network, path: Path | None) -> list[int]:
     """The budgets by layer that were found for a model: in the file given, or those that are stored for one."""
-    if lists is None:
+    if path is None:
         if network.name != EMBEDDED:
             raise ValueError(
                 f"--policy {CALIBRATED} needs the budgets of {network.name} by layer: let `python -m sinkcache "
@@ -144,9 +163,9 @@ def _list(network: Network, lists: Path | None) -> list[int]:
         (stored,) = json.loads(STORED.read_text(encoding="utf-8")).values()
         return stored["budgets"]
     try:
-        found = ast.literal_eval(lists.read_text(encoding="utf-8").strip())
+        found = ast.literal_eval(path.read_text(encoding="utf-8").strip())
     except (OSError, ValueError, SyntaxError) as error:
-        raise ValueError(f"--layer-budgets {lists} cannot be read as a list of numbers: {error}") from error
+        raise ValueError(f"--layer-budgets {path} cannot be read as a list of numbers: {error}") from error
     if not isinstance(found, list) or not all(type(each) is int and each > 0 for each in found):
-        raise ValueError(f"--layer-budgets {lists} must hold a list of whole numbers of tokens, one for each layer")
+        raise ValueError(f"--layer-budgets {path} must hold a list of whole numbers of tokens, one for each layer")
     return found

@@ -22,7 +22,7 @@ import transformers
 from rich.console import Console
 
 from experiments.cells import Cells
-from experiments.options import Parser, _at_least, _numbers
+from experiments.options import Parser, at_least, numbers
 from experiments.results import Row
 from experiments.share_report import write
 from experiments.share_tables import NOTE, mean, percent, tables
@@ -179,24 +179,22 @@ def _parser() -> Parser:
     parser.add_argument("--model", default=EMBEDDED, help="hub id, folder, or the embedded one")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files; without, the embedded text")
-    parser.add_argument("--tokens", type=_at_least(2), default=2048, metavar="N", help="of each text, BOS included")
-    parser.add_argument("--first-query", type=_at_least(1), default=64, metavar="N", help="index of the first counted")
+    parser.add_argument("--tokens", type=at_least(2), default=2048, metavar="N", help="of each text, BOS included")
+    parser.add_argument("--first-query", type=at_least(1), default=64, metavar="N", help="index of the first counted")
     parser.add_argument("--bos", choices=("none", "prepend"), default="none", help="a BOS token as the first token")
     parser.add_argument("--dtype", choices=TYPES, default="float32", help="of the weights")
-    parser.add_argument(
-        "--segments", type=_at_least(0), default=100, metavar="N", help="of 64 tokens; 0: no Sink_1^eps"
-    )
+    parser.add_argument("--segments", type=at_least(0), default=100, metavar="N", help="of 64 tokens; 0: no Sink_1^eps")
     parser.add_argument(
         "--sinks",
-        type=_numbers(0),
+        type=numbers(0),
         default=[],
         metavar="N,N",
         help="perplexity with so many; a pass of chunks for each",
     )
     parser.add_argument(
-        "--budget", type=_at_least(1), default=128, metavar="N", help="tokens a layer holds, with --sinks"
+        "--budget", type=at_least(1), default=128, metavar="N", help="tokens a layer holds, with --sinks"
     )
-    parser.add_argument("--threads", type=_at_least(1), metavar="N", help="of torch; without, torch's own choice")
+    parser.add_argument("--threads", type=at_least(1), metavar="N", help="of torch; without, torch's own choice")
     where = Path("out/first_token_share")
     parser.add_argument("--out", type=Path, default=where, metavar="DIR", help="for what is written")
     parser.add_argument("--fresh", action="store_true", help="measure finished cells again")

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from experiments.contestants import HORIZONS, POLICIES, made
-from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.options import Parser, at_least, choices, numbers
 from experiments.plots import INK
 from experiments.policy_quality import loaded
 from experiments.subject import subject
@@ -160,15 +160,15 @@ def _parser() -> Parser:
     parser = Parser(prog="kept_raster", description="Which tokens a layer and head hold as a text is read.")
     parser.add_argument("--model", default=EMBEDDED, help="hub id, folder, or the embedded one")
     parser.add_argument("--text", metavar="FILE", help="a UTF-8 file; without, the embedded text")
-    parser.add_argument("--tokens", type=_at_least(2), default=1024, metavar="N", help="of the text to read")
-    parser.add_argument("--chunk", type=_at_least(1), default=16, metavar="N", help="tokens read at once")
-    parser.add_argument("--budget", type=_at_least(1), default=128, metavar="N", help="tokens a layer holds")
+    parser.add_argument("--tokens", type=at_least(2), default=1024, metavar="N", help="of the text to read")
+    parser.add_argument("--chunk", type=at_least(1), default=16, metavar="N", help="tokens read at once")
+    parser.add_argument("--budget", type=at_least(1), default=128, metavar="N", help="tokens a layer holds")
     known, several = [*POLICIES, *HORIZONS], "StreamingLLM,H2O,SnapKV"
     parser.add_argument(
-        "--policy", type=_choices(*known), default=several, metavar="NAME,NAME", help="any of " + ", ".join(known)
+        "--policy", type=choices(*known), default=several, metavar="NAME,NAME", help="any of " + ", ".join(known)
     )
-    parser.add_argument("--layer", type=_numbers(0), default="0", metavar="N,N", help="from 0")
-    parser.add_argument("--head", type=_numbers(0), default="0", metavar="N,N", help="key heads, from 0")
+    parser.add_argument("--layer", type=numbers(0), default="0", metavar="N,N", help="from 0")
+    parser.add_argument("--head", type=numbers(0), default="0", metavar="N,N", help="key heads, from 0")
     where = Path("out/kept_raster.png")
     parser.add_argument("--out", type=Path, default=where, metavar="FILE", help="the image, PNG, SVG or PDF")
     return parser

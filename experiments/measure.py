@@ -21,7 +21,7 @@ from experiments.results import Row
 from experiments.runs import Setting
 from experiments.subject import Subject
 from sinkcache import SinkCache
-from sinkcache.metrics import Perplexity, Scored
+from sinkcache.metrics import Perplexity, Scored, exponential
 from sinkcache.support import Positions
 
 
@@ -171,7 +171,7 @@ def perplexity_from(nll: Float[Tensor, " tokens"], first: int | None) -> float |
     if first is None:
         return None
     chosen = nll[first:][~nll[first:].isnan()]
-    return math.exp(float(chosen.mean())) if len(chosen) else None
+    return exponential(float(chosen.mean())) if len(chosen) else None
 
 
 def _cache(subject: Subject, setting: Setting) -> Cache | None:

@@ -54,10 +54,7 @@ class Memory:
             attended = self.subject.tokens
         else:
             attended = 0 if self.setting.chunk == 1 else self.setting.budget - 1 + cast(int, self.setting.chunk)
-        layers = [layer for layer in cast(Any, self.cache).layers if getattr(layer, "keys", None) is not None]
-        return max(
-            (attended * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes) for layer in layers), default=None
-        )
+        return layer_bytes(self.cache, attended)
 
     def _of_one_pass(self) -> int:
         """What an ordinary cache of one of the passes holds."""
@@ -67,3 +64,9 @@ class Memory:
         cache = DynamicCache(config=self.subject.model.config)
         step(self.subject.model, cache, self.subject.piece(0, min(length, self.subject.tokens)), last_only=True)
         return held_bytes(cache)
+
+
+def layer_bytes(cache: Cache, tokens: int) -> int | None:
+    """Bytes of the keys and values of `tokens` tokens in the layer where they take most; None before any are held."""
+    layers = [layer for layer in cast(Any, cache).layers if getattr(layer, "keys", None) is not None]
+    return max((tokens * (layer.keys[:, :, 0].nbytes + layer.values[:, :, 0].nbytes) for layer in layers), default=None)

@@ -24,18 +24,18 @@ from rich.console import Console
 
 from experiments.entrants import add_options as add_entrants
 from experiments.grid.cluster import check_ray
-from experiments.grid.networks import add_options, network
-from experiments.grid.options import add as add_grid
+from experiments.grid.networks import add_options as add_models
+from experiments.grid.networks import network
+from experiments.grid.options import add_options as add_work
 from experiments.grid.options import check_workers
 from experiments.grid.run import run
 from experiments.grid.store import FAILED, Store
-from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.options import Parser, at_least, choices, numbers
 from experiments.results import Row
 from experiments.retrieval.cell import WHOLE
 from experiments.retrieval.plan import TASKS, cells_of, check
 from experiments.retrieval.report import show, write
 from experiments.retrieval.wording import LANGUAGES
-from sinkcache.models import EMBEDDED
 from sinkcache.texts import from_file
 
 
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(given)
         check_ray(given.ray)
         text = None if given.text is None else from_file(given.text)
-        networks = [network(name, given.revision, given) for name in given.model]
+        networks = [network(name, given) for name in given.model]
         check_workers(given, [each.nbytes for each in networks])
         cells = [cell for each in networks for cell in cells_of(each, text, given)]
         line = ["python", "-m", "experiments.passkey", *arguments]
@@ -78,21 +78,20 @@ def _parser() -> Parser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     what, how, work = (made.add_argument_group(name) for name in ("what is read", "how it is read", "the work"))
-    what.add_argument("--model", nargs="+", default=[EMBEDDED], metavar="M", help="hub ids, folders, the embedded one")
-    add_options(what)
-    what.add_argument("--task", type=_choices(*TASKS), default="passkey", metavar="T,T", help=", ".join(TASKS))
-    what.add_argument("--language", type=_choices(*LANGUAGES), default="en", help="of the words", metavar="en,ko")
-    what.add_argument("--length", type=_numbers(1), default="512,1024", metavar="N,N", help="tokens of a prompt")
+    add_models(what)
+    what.add_argument("--task", type=choices(*TASKS), default="passkey", metavar="T,T", help=", ".join(TASKS))
+    what.add_argument("--language", type=choices(*LANGUAGES), default="en", help="of the words", metavar="en,ko")
+    what.add_argument("--length", type=numbers(1), default="512,1024", metavar="N,N", help="tokens of a prompt")
     what.add_argument("--depth", type=_shares, default="0.1,0.5,0.9", metavar="D,D", help=(
         "where the number stands: 0 at the beginning of the prose, 1 at its end"))  # fmt: skip
-    what.add_argument("--keys", type=_at_least(2), default=3, metavar="N", help="numbers in a prompt with names")
-    what.add_argument("--distance", type=_numbers(1), default="20", metavar="N,N", help="streameval: lines back")
-    what.add_argument("--every", type=_at_least(1), default=10, metavar="K", help="streameval: lines to a question")
-    what.add_argument("--trials", type=_at_least(1), default=10, metavar="N", help="prompts, or questions of a stream")
-    what.add_argument("--seed", type=_at_least(0), default=0, metavar="N", help="of the first prompt")
+    what.add_argument("--keys", type=at_least(2), default=3, metavar="N", help="numbers in a prompt with names")
+    what.add_argument("--distance", type=numbers(1), default="20", metavar="N,N", help="streameval: lines back")
+    what.add_argument("--every", type=at_least(1), default=10, metavar="K", help="streameval: lines to a question")
+    what.add_argument("--trials", type=at_least(1), default=10, metavar="N", help="prompts, or questions of a stream")
+    what.add_argument("--seed", type=at_least(0), default=0, metavar="N", help="of the first prompt")
     what.add_argument("--text", metavar="FILE", help="a UTF-8 file whose sentences are the prose; without, our own")
     _add_ways(how)
-    add_grid(work, Path("out/passkey"))
+    add_work(work, Path("out/passkey"))
     return made
 
 
@@ -114,7 +113,7 @@ def _shares(text: str) -> list[float]:
 
 
 def _chunks(text: str) -> list[int | str]:
-    one = _at_least(1)
+    one = at_least(1)
     return list(dict.fromkeys(WHOLE if part.strip() == WHOLE else one(part) for part in text.split(",")))
 
 

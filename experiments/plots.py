@@ -17,13 +17,20 @@ if TYPE_CHECKING:
 
 INK = "#1a1b1e"  # text and the full cache; the report replaces it by the page's own colour
 COLOURS = {"full": INK, "window": "#D55E00", "sinks": "#0072B2", "recompute": "#009E73", "reread": "#CC79A7"}
-_DASHES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3))]
-_MARKS = ["o", "s", "^", "D", "v", "P"]
+DASHES = ["-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3))]
+MARKS = ["o", "s", "^", "D", "v", "P"]
 _GREY = "#808080"
 _NAME: dict[str, Any] = {"fontsize": 6.5, "color": _GREY, "annotation_clip": False}  # of a text, above where it begins
 _NAMED = 24  # texts named above a curve, at most
 _MARKED = 64  # points of a curve that are marked one by one, at most
-_LOG_FROM = 4.0  # times between the least and the greatest, from which an axis is logarithmic
+LOG_FROM = 4.0  # times between the least and the greatest, from which an axis is logarithmic
+LEGEND: dict[str, Any] = {
+    "loc": "outside lower left",
+    "ncols": 3,
+    "frameon": False,
+    "fontsize": 8,
+    "labelcolor": INK,
+}
 
 
 def figures(rows: Sequence[Row]) -> dict[str, tuple[str, "Figure"]]:
@@ -67,7 +74,7 @@ def svg(figure: "Figure", name: str) -> str:
 
 
 def _over_text(rows: Sequence[Row]) -> "Figure":
-    figure, axes = _axes("position in the text, tokens", "perplexity")
+    figure, axes = panel("position in the text, tokens", "perplexity")
     _draw(axes, rows, lambda row: row["curve"])
     for budget in sorted({row["setting"]["budget"] for row in rows if row["setting"]["budget"]}):
         axes.axvline(budget, color=INK, linewidth=0.8, linestyle=":", alpha=0.6)
@@ -75,8 +82,8 @@ def _over_text(rows: Sequence[Row]) -> "Figure":
         axes.axvline(at, color=_GREY, linewidth=0.8, zorder=0)
         axes.annotate(title, (at, 1), (2, 2), xycoords=("data", "axes fraction"), textcoords="offset points", **_NAME)
     values = [value for row in rows for _, value in row["curve"]]
-    if max(values) > _LOG_FROM * min(values):
-        _logarithmic(axes)
+    if max(values) > LOG_FROM * min(values):
+        logarithmic(axes)
     return figure
 
 
@@ -86,14 +93,14 @@ def _begins(rows: Sequence[Row]) -> list[tuple[int, str]]:
 
 
 def _bytes(rows: Sequence[Row]) -> "Figure":
-    figure, axes = _axes("position in the text, tokens", "keys and values, MiB")
+    figure, axes = panel("position in the text, tokens", "keys and values, MiB")
     _draw(axes, rows, lambda row: [[at, held / 2**20] for at, held in row["bytes_curve"]])
     axes.set_ylim(bottom=0)
     return figure
 
 
 def _over(rows: Sequence[Row], field: str, words: str) -> "Figure":
-    figure, axes = _axes(words, "perplexity after the first eviction")
+    figure, axes = panel(words, "perplexity after the first eviction")
     lines: dict[tuple, list[tuple[int, float]]] = {}
     for row in rows:
         if row["setting"][field] is not None and row["perplexity_after"] is not None:
@@ -118,9 +125,9 @@ def _over(rows: Sequence[Row], field: str, words: str) -> "Figure":
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
     values = [value for points in lines.values() for _, value in points]
-    if max(values) > _LOG_FROM * min(values):
-        _logarithmic(axes)
-    figure.legend(**_LEGEND)
+    if max(values) > LOG_FROM * min(values):
+        logarithmic(axes)
+    figure.legend(**LEGEND)
     return figure
 
 
@@ -133,51 +140,54 @@ def _draw(axes: Any, rows: Sequence[Row], points: Callable[[Row], list]) -> None
         _line(axes, points(row), method, number, name)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.figure.legend(**_LEGEND)
+    axes.figure.legend(**LEGEND)
 
 
 def _line(axes: Any, points: list, method: str, number: int, label: str) -> None:
     axes.plot(
         *zip(*points, strict=True),
         color=COLOURS[method],
-        linestyle=_DASHES[number % len(_DASHES)],
-        marker=_MARKS[list(COLOURS).index(method)] if len(points) <= _MARKED else None,
+        linestyle=DASHES[number % len(DASHES)],
+        marker=MARKS[list(COLOURS).index(method)] if len(points) <= _MARKED else None,
         markersize=3.5,
         linewidth=1.6,
         label=label,
     )
 
 
-_LEGEND: dict[str, Any] = {
-    "loc": "outside lower left",
-    "ncols": 3,
-    "frameon": False,
-    "fontsize": 8,
-    "labelcolor": INK,
-}
-
-
-def _axes(across: str, up: str) -> tuple["Figure", Any]:
+def panel(across: str, up: str) -> tuple["Figure", Any]:
+    """A figure and its axes, with what goes across and up as their labels."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
     figure = Figure(figsize=(7.2, 4.4), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlabel(across, color=INK)
     axes.set_ylabel(up, color=INK)
-    axes.tick_params(colors=INK, which="both", labelsize=8)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(INK)
-    axes.grid(True, color="#808080", alpha=0.25, linewidth=0.6)
-    axes.set_axisbelow(True)
+    frame(axes)
     return figure, axes
 
 
-def _logarithmic(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+def frame(axes: Any, labelsize: int = 8) -> None:
+    """Gives axes a frame on two sides and a faint grid behind what is drawn."""
+    axes.tick_params(colors=INK, which="both", labelsize=labelsize)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    axes.grid(True, color=_GREY, alpha=0.25, linewidth=0.6)
+    axes.set_axisbelow(True)
 
+
+def logarithmic(axes: Any) -> None:
+    """Makes the axis that goes up logarithmic, and says so in its label."""
     axes.set_yscale("log")
     axes.set_ylabel(axes.get_ylabel() + " (log)")
-    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    plain_ticks(axes.yaxis)
+
+
+def plain_ticks(axis: Any) -> None:
+    """Has 1, 2 and 5 times each power of ten at a logarithmic axis, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())

@@ -27,8 +27,8 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from experiments.calibrated import Calibrated
 from experiments.cells import Cells
 from experiments.contestants import ALWAYS, HORIZONS, LAYERED, POLICIES, made
-from experiments.options import Parser, _at_least, _choices, _numbers
-from experiments.plots import _DASHES, _LEGEND, _MARKS, COLOURS, INK, _axes
+from experiments.options import Parser, at_least, choices, numbers
+from experiments.plots import COLOURS, DASHES, INK, LEGEND, MARKS, panel
 from experiments.results import Row
 from experiments.subject import Subject, subject
 from experiments.summary import number
@@ -161,7 +161,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def figure(rows: Sequence[Row]) -> Any:
     """Perplexity over the budget, a line for each policy; dashed: the full cache. A window may lie far above it all."""
-    drawn, axes = _axes("budget, tokens a layer holds", "perplexity")
+    drawn, axes = panel("budget, tokens a layer holds", "perplexity")
     lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["name"] == FULL:
@@ -171,7 +171,7 @@ def figure(rows: Sequence[Row]) -> Any:
     colours = [each for each in COLOURS.values() if each != INK]
     for index, (name, points) in enumerate(lines.items()):
         colour, again = colours[index % len(colours)], index // len(colours)
-        style = {"linestyle": _DASHES[again % len(_DASHES)], "marker": _MARKS[index % len(_MARKS)]}
+        style = {"linestyle": DASHES[again % len(DASHES)], "marker": MARKS[index % len(MARKS)]}
         axes.plot(*zip(*sorted(points), strict=True), color=colour, markersize=3.5, linewidth=1.4, label=name, **style)
     ticks = sorted({budget for points in lines.values() for budget, _ in points})
     below = [row["perplexity"] for row in rows if "perplexity" in row and row["name"] != "Window"]
@@ -179,7 +179,7 @@ def figure(rows: Sequence[Row]) -> Any:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.minorticks_off()
-    drawn.legend(**_LEGEND)
+    drawn.legend(**LEGEND)
     return drawn
 
 
@@ -231,12 +231,12 @@ def _parser() -> Parser:
     parser = Parser(prog="policy_quality", description="Perplexity and attention recall of every policy, by budget.")
     parser.add_argument("--model", default=EMBEDDED, help="hub id, folder, or the embedded one")
     parser.add_argument("--text", nargs="+", default=[], metavar="FILE", help="UTF-8 files; without, the embedded text")
-    parser.add_argument("--tokens", type=_at_least(2), default=4096, metavar="N", help="of each text to read")
-    parser.add_argument("--chunk", type=_at_least(1), default=64, metavar="N", help="tokens read at once")
+    parser.add_argument("--tokens", type=at_least(2), default=4096, metavar="N", help="of each text to read")
+    parser.add_argument("--chunk", type=at_least(1), default=64, metavar="N", help="tokens read at once")
     parser.add_argument(
-        "--budget", type=_numbers(1), default=[128, 256, 512], metavar="N,N", help="tokens a layer holds"
+        "--budget", type=numbers(1), default=[128, 256, 512], metavar="N,N", help="tokens a layer holds"
     )
-    known = _choices(*POLICIES, *HORIZONS)
+    known = choices(*POLICIES, *HORIZONS)
     parser.add_argument("--policy", type=known, metavar="NAME,NAME", help="any of " + ", ".join([*POLICIES, *HORIZONS]))
     parser.add_argument(
         "--out", type=Path, default=Path("out/policy_quality"), metavar="DIR", help="for what is written"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from experiments.page import page, pictures, table, text
-from experiments.plots import _LEGEND, _MARKS, COLOURS, INK, _axes
+from experiments.plots import COLOURS, INK, LEGEND, MARKS, panel
 from experiments.results import Row
 from experiments.share_tables import NOTE, by_layer, mean, tables
 from experiments.whole import put
@@ -49,12 +49,12 @@ def figures(rows: Sequence[Row]) -> dict[str, tuple[str, Any]]:
     """By file name: a caption, and the figure; the uniform baseline is in each that shows shares."""
     facts, lines = [row["facts"] for row in rows], by_layer(rows)
     layers = [str(line["layer"]) for line in lines]
-    layered, axes = _axes("layer", "attention to the first token, %")
+    layered, axes = panel("layer", "attention to the first token, %")
     axes.plot(layers, [100 * line["largest_head"] for line in lines], color=INK, linestyle=":", label="largest head")
     many = [[mean(each) for each in fact["share"]] for fact in facts]
     _lines(axes, layers, rows, many, [line["uniform"] for line in lines])
     axes.set_xticks(range(0, len(layers), -(-len(layers) // 16)))
-    ranged, axes = _axes("queries, index from - to", "attention to the first token, %")
+    ranged, axes = panel("queries, index from - to", "attention to the first token, %")
     names = [f"{start}-{stop - 1}" for start, stop in facts[0]["ranges"]]
     many = [[mean(each) for each in zip(*fact["share_by_range"], strict=True)] for fact in facts]
     uniform = [mean(each) for each in zip(*facts[0]["uniform_by_range"], strict=True)]
@@ -65,7 +65,7 @@ def figures(rows: Sequence[Row]) -> dict[str, tuple[str, Any]]:
         "share_by_query": ("Share over ranges of queries, mean over layers and heads; dashed: uniform.", ranged),
     }
     if rows[0]["perplexity"]:
-        curve, axes = _axes("first tokens never evicted", "perplexity")
+        curve, axes = panel("first tokens never evicted", "perplexity")
         _lines(axes, list(rows[0]["perplexity"]), rows, [[e / 100 for e in row["perplexity"].values()] for row in rows])
         made["perplexity_by_sinks"] = ("Perplexity under a bounded cache, by number of sinks.", curve)
     return made
@@ -78,7 +78,7 @@ def _heat(facts: Sequence[Row], lines: Sequence[Row]) -> Any:
     for at in range(len(layers)):
         heads = torch.tensor([fact["share"][at] for fact in facts]).mean(dim=0)
         grid[at, : len(heads)] = 100 * heads
-    heat, axes = _axes("query head", "layer")
+    heat, axes = panel("query head", "layer")
     axes.grid(False)
     drawn = axes.pcolormesh(grid.numpy(), cmap="cividis", vmin=0, vmax=max(1.0, float(grid.nan_to_num().max())))
     axes.set_yticks([at + 0.5 for at in range(0, len(layers), -(-len(layers) // 16))], layers[:: -(-len(layers) // 16)])
@@ -93,9 +93,9 @@ def _heat(facts: Sequence[Row], lines: Sequence[Row]) -> Any:
 def _lines(axes: Any, across: Sequence[str], rows: Sequence[Row], many: Any, uniform: Sequence[float] = ()) -> None:
     colours = [each for each in COLOURS.values() if each != INK]
     for index, (row, values) in enumerate(zip(rows, many, strict=True)):
-        style = {"color": colours[index % len(colours)], "marker": _MARKS[index % len(_MARKS)], "markersize": 3.5}
+        style = {"color": colours[index % len(colours)], "marker": MARKS[index % len(MARKS)], "markersize": 3.5}
         axes.plot(across, [100 * each for each in values], linewidth=1.2, label=row["text"], **style)
     if uniform:
         axes.plot(across, [100 * each for each in uniform], color=INK, linestyle="--", linewidth=1, label="uniform")
     axes.set_ylim(bottom=0 if uniform else None)
-    axes.figure.legend(**_LEGEND)
+    axes.figure.legend(**LEGEND)

@@ -17,7 +17,7 @@ from statistics import median
 
 from rich.console import Console
 
-from experiments.options import Parser, _at_least, _numbers
+from experiments.options import Parser, at_least, numbers
 from experiments.results import Row
 from experiments.table import _print
 from experiments.twins import Bench, Method, bench, lines, load_now, methods, parser, plot, read, run, seconds
@@ -82,9 +82,9 @@ def _show(console: Console, given: Namespace, rows: Sequence[Row]) -> None:
 
 def _parser() -> Parser:
     made = parser("step_time", "Time of a decoding step, with a cache and without.", "StreamingLLM,H2O", "256")
-    made.add_argument("--lengths", type=_numbers(2), default="128,256,512,1024", metavar="N,N", help="of the context")
-    made.add_argument("--repeats", type=_at_least(1), default=5, metavar="N", help="counted ones, after a warm-up")
-    made.add_argument("--chunk", type=_at_least(1), default=256, metavar="N", help="tokens read into a cache at once")
+    made.add_argument("--lengths", type=numbers(2), default="128,256,512,1024", metavar="N,N", help="of the context")
+    made.add_argument("--repeats", type=at_least(1), default=5, metavar="N", help="counted ones, after a warm-up")
+    made.add_argument("--chunk", type=at_least(1), default=256, metavar="N", help="tokens read into a cache at once")
     return made
 
 

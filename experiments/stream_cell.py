@@ -9,7 +9,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,12 +18,13 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from experiments.grid.cell import Cell, Found
 from experiments.grid.networks import loaded
+from experiments.memory import layer_bytes
 from experiments.results import Row
 from sinkcache import Policy, SinkCache, predictions
 from sinkcache.bounded import BoundedLayer
 from sinkcache.devices import device_of
 from sinkcache.memory import held_bytes
-from sinkcache.metrics import Perplexity, Scored
+from sinkcache.metrics import Perplexity, Scored, exponential
 from sinkcache.plugins import named
 from sinkcache.policies import Clairvoyant
 from sinkcache.predictions import Predicted
@@ -41,14 +41,15 @@ def measure(cell: Cell) -> Found:
     """What a cell asks for. Raises ValueError where the model cannot be read by the method."""
     asked, model = cell.asked, loaded(cell.asked)
     ids = torch.from_numpy(np.asarray(cell.payload)).view(1, -1).to(device_of(model))
-    policy = None if asked["method"] != POLICY else policy_of(asked, lambda: record(model, ids, asked["chunk"]))
+    whole = _with_bos(ids, asked["bos"])
+    policy = None if asked["method"] != POLICY else policy_of(asked, lambda: record(model, whole, asked["chunk"]))
     cache = _cache(model, asked, policy)
     read = _read(model, ids, asked, cache)
     after = asked["budget"] and slice(asked["budget"] + (asked["bos"] is None), None)
     figures = {
         **_figures(read, asked, after),
         **_memory(read, asked, cache),
-        **_recall(model, ids, asked, policy),
+        **_recall(model, whole, asked, policy),
     }
     return Found(figures, read.scores, {**read.cost(), **_times(model, ids, asked, policy)})
 
@@ -72,6 +73,9 @@ class _Read:
         """A block of tokens: what the method predicts, and what the full cache does; None if that is the method."""
         where = slice(own.start, own.start + len(own.targets))
         scored = Scored(own.start, own.nll)
+        if (lost := scored.nll.isnan()).any():
+            token = own.start + int(lost.int().argmax())
+            raise ValueError(f"what is predicted of token {token} is no number (NaN): try another --dtype")
         self.perplexity.add(scored)
         self.scores["nll"][where] = scored.nll.numpy()
         self.scores["kl"][where] = 0 if full is None else divergence(full, own.logits)
@@ -104,7 +108,8 @@ def divergence(full: Float[Tensor, "tokens vocab"], own: Float[Tensor, "tokens v
     found = []
     for one, other in zip(full.split(16), own.split(16), strict=True):  # a float64 copy of all would be large
         theirs, mine = (each.double().log_softmax(dim=-1) for each in (one, other))
-        found.append((theirs.exp() * (theirs - mine)).sum(dim=-1))
+        terms = theirs.exp() * (theirs - mine)
+        found.append(terms.masked_fill(theirs == -math.inf, 0).sum(dim=-1))  # what never comes diverges from nothing
     return torch.cat(found).clamp(min=0).cpu().numpy()
 
 
@@ -141,14 +146,17 @@ def _cache(model: PreTrainedModel, asked: Row, policy: Policy | None) -> Cache |
 def _predictions(model: PreTrainedModel, ids: Tensor, asked: Row, cache: Cache | None) -> Iterator[Predicted]:
     if cache is not None:
         return iter(predictions.cached(model, cache, ids, asked["chunk"], asked["bos"]))
-    bos = asked["bos"]
-    read = ids if bos is None else torch.cat([ids.new_full((1, 1), bos), ids], dim=1)
+    read = _with_bos(ids, asked["bos"])
     if asked["method"] == REREAD:
         found = predictions.reread(model, read, asked["budget"], asked["every"])
     else:
         found = predictions.recomputed(model, read, asked["budget"], asked["every"], _WINDOWS)
-    shift = int(bos is not None)
+    shift = read.shape[1] - ids.shape[1]
     return (Predicted(each.start - shift, each.logits, each.targets) for each in found)
+
+
+def _with_bos(ids: Tensor, bos: int | None) -> Tensor:
+    return ids if bos is None else torch.cat([ids.new_full((1, 1), bos), ids], dim=1)
 
 
 def _figures(read: _Read, asked: Row, after: slice | None) -> Row:
@@ -166,9 +174,9 @@ def _figures(read: _Read, asked: Row, after: slice | None) -> Row:
         mean = float(mine.mean()) if len(mine) else None
         figures["after"] = len(mine)
         if name == "nll":
-            figures["perplexity_after"] = None if mean is None or after is None else _finite(_exp(mean))
+            figures["perplexity_after"] = None if mean is None or after is None else _finite(exponential(mean))
         else:
-            figures[{"kl": "kl", "agree": "top1"}[name]] = mean
+            figures[{"kl": "kl", "agree": "top1"}[name]] = None if mean is None else _finite(mean)
     return figures
 
 
@@ -176,14 +184,16 @@ def _memory(read: _Read, asked: Row, cache: Cache | None) -> Row:
     """Bytes of keys and values: held after a step at most, at the highest within one, and entries by layer and head."""
     if cache is None:
         return {"bytes": None, "bytes_peak": None, "held": None}
-    layers = [layer for layer in cast("list[Any]", cache.layers) if getattr(layer, "keys", None) is not None]
-    attended = asked["budget"] - 1 + asked["chunk"] if asked["budget"] else asked["tokens"]
-    one = max((layer.keys[:, :, :1].nbytes + layer.values[:, :, :1].nbytes for layer in layers), default=0)
-    bounded = [layer for layer in layers if isinstance(layer, BoundedLayer)]
+    attended = max(asked["budgets"] or [asked["budget"]]) - 1 + asked["chunk"] if asked["budget"] else asked["tokens"]
+    bounded = [layer for layer in cache.layers if isinstance(layer, BoundedLayer)]
     held = sum(float((layer.kept() >= 0).sum(dim=-1).double().mean()) for layer in bounded)
     if asked["budget"] is not None and abs(held - asked["budget"] * len(bounded)) > 1e-6:
         raise AssertionError(f"{held} entries held where {asked['budget']} in each of {len(bounded)} layers are asked")
-    return {"bytes": read.most, "bytes_peak": read.most + attended * one, "held": held if bounded else None}
+    return {
+        "bytes": read.most,
+        "bytes_peak": read.most + (layer_bytes(cache, attended) or 0),
+        "held": held if bounded else None,
+    }
 
 
 def _recall(model: PreTrainedModel, ids: Tensor, asked: Row, policy: Policy | None) -> Row:
@@ -224,10 +234,6 @@ def _now(ids: Tensor) -> float:
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
-
-
-def _exp(nll: float) -> float:
-    return math.exp(nll) if nll < 700 else math.inf
 
 
 def _finite(value: float) -> float | None:

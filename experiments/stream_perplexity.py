@@ -84,11 +84,7 @@ def _run(console: Console, command: Parser, asked: Options) -> int:
     whole = _measure_all(console, asked, read, results)
     keys = [each for each in (key(setting, read.identity) for setting in asked.settings) if each in results]
     if keys:
-        show(console, results, keys)
-        write_csv(given.out / "results.csv", lines(results, keys))
-        report = write_report(given.out, results, keys, asked.command)
-        console.print(f"\n{FORGETS}", highlight=False)
-        console.print(f"Report: {report}", highlight=False, soft_wrap=True)
+        _report(console, asked, results, keys)
     if not whole:
         left = len(asked.settings) - len(keys)
         console.print(
@@ -105,6 +101,15 @@ def _run(console: Console, command: Parser, asked: Options) -> int:
             soft_wrap=True,
         )
     return 0
+
+
+def _report(console: Console, asked: Options, results: Results, keys: Sequence[str]) -> None:
+    folder = asked.given.out
+    show(console, results, keys)
+    write_csv(folder / "results.csv", lines(results, keys))
+    report = write_report(folder, results, keys, asked.command)
+    console.print(f"\n{FORGETS}", highlight=False)
+    console.print(f"Report: {report}", highlight=False, soft_wrap=True)
 
 
 def _text(asked: Options) -> Source:

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from experiments.backcopy import CONTROLS, SYNTHETIC, Recipe, Tell, Training, backcopy, held_out_files, measured
-from experiments.options import Parser, _at_least, _choices, _numbers
+from experiments.options import Parser, at_least, choices, numbers
 from experiments.results import Row
 from sinkcache.texts import embedded
 
@@ -222,19 +222,19 @@ def _train(console: Console, ladders: Sequence[Ladder], jobs: int, threads: int)
 
 def _parser() -> Parser:
     parser = Parser(prog="train_ladder", description=f"Trains ladders of checkpoints on {SYNTHETIC}.")
-    parser.add_argument("--seeds", type=_numbers(0), default=[0], metavar="N,N", help="a ladder for each")
-    parser.add_argument("--control", type=_choices(*CONTROLS), default=["none"], metavar="NAME,NAME", help="or no-bos")
-    parser.add_argument("--steps", type=_numbers(0), default=STEPS, metavar="N,N", help="where checkpoints are kept")
-    parser.add_argument("--width", type=_at_least(8), default=32, metavar="N", help="of the hidden states")
-    parser.add_argument("--layers", type=_at_least(1), default=1, metavar="N", help="of the model")
-    parser.add_argument("--heads", type=_at_least(1), default=1, metavar="N", help="of a layer")
-    parser.add_argument("--tokens", type=_at_least(1), default=128, metavar="N", help="of a stream")
-    parser.add_argument("--batch", type=_at_least(1), default=64, metavar="N", help="streams a step")
+    parser.add_argument("--seeds", type=numbers(0), default=[0], metavar="N,N", help="a ladder for each")
+    parser.add_argument("--control", type=choices(*CONTROLS), default=["none"], metavar="NAME,NAME", help="or no-bos")
+    parser.add_argument("--steps", type=numbers(0), default=STEPS, metavar="N,N", help="where checkpoints are kept")
+    parser.add_argument("--width", type=at_least(8), default=32, metavar="N", help="of the hidden states")
+    parser.add_argument("--layers", type=at_least(1), default=1, metavar="N", help="of the model")
+    parser.add_argument("--heads", type=at_least(1), default=1, metavar="N", help="of a layer")
+    parser.add_argument("--tokens", type=at_least(1), default=128, metavar="N", help="of a stream")
+    parser.add_argument("--batch", type=at_least(1), default=64, metavar="N", help="streams a step")
     parser.add_argument("--lr", type=_rate, default=3e-3, metavar="X", help="learning rate, constant after warm-up")
     parser.add_argument("--name", default="backcopy", help="of the folders, before -seed0")
     parser.add_argument("--out", type=Path, default=Path("out/ladder"), metavar="DIR", help="for all that is written")
-    parser.add_argument("--jobs", type=_at_least(1), default=1, metavar="N", help="ladders trained at the same time")
-    parser.add_argument("--threads", type=_at_least(1), default=1, metavar="N", help="of each")
+    parser.add_argument("--jobs", type=at_least(1), default=1, metavar="N", help="ladders trained at the same time")
+    parser.add_argument("--threads", type=at_least(1), default=1, metavar="N", help="of each")
     parser.add_argument("--fresh", action="store_true", help="train finished ladders again")
     return parser
 

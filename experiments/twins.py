@@ -27,8 +27,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 import sinkcache
 from experiments.cells import Cells
 from experiments.contestants import LAYERED, POLICIES
-from experiments.options import Parser, _at_least, _numbers
-from experiments.plots import _LEGEND, INK, _axes
+from experiments.options import Parser, at_least, numbers
+from experiments.plots import INK, LEGEND, panel
 from experiments.results import Row
 from experiments.subject import TYPES, _fingerprint
 from experiments.whole import put
@@ -178,7 +178,7 @@ def plot(
     expected: Mapping[str, Points] | None = None,
 ) -> Path:
     """Draws marks of what was `measured`, joined by lines, both axes logarithmic; `expected` is a line of its own."""
-    figure, axes = _axes(across, up)
+    figure, axes = panel(across, up)
     for number, (name, points) in enumerate(measured.items()):
         if not points:
             continue
@@ -195,7 +195,7 @@ def plot(
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     if ticks:
-        axes.figure.legend(**_LEGEND)
+        axes.figure.legend(**LEGEND)
     image = io.BytesIO()
     figure.savefig(image, format="png", dpi=150, facecolor="white")
     put(path, image.getvalue())
@@ -212,9 +212,9 @@ def parser(name: str, description: str, policy: str, budget: str) -> Parser:
     made.add_argument("--policy", type=_policies, default=policy, metavar="NAME,NAME", help=(
         "beside the full cache, which is always there; as experiments/contestants.py names them, or written out, as "
         f"in H2O(recent=64); none: the full cache alone; without, {policy}"))  # fmt: skip
-    made.add_argument("--budget", type=_numbers(1), default=budget, metavar="N,N", help=(
+    made.add_argument("--budget", type=numbers(1), default=budget, metavar="N,N", help=(
         f"tokens a layer of a SinkCache holds; without, {budget}"))  # fmt: skip
-    made.add_argument("--threads", type=_at_least(1), metavar="N", help="of torch; without, torch's own choice")
+    made.add_argument("--threads", type=at_least(1), metavar="N", help="of torch; without, torch's own choice")
     made.add_argument("--out", type=Path, default=Path("out") / name, metavar="DIR", help="for what is written")
     made.add_argument("--fresh", action="store_true", help="measure finished cells again")
     return made

@@ -47,7 +47,7 @@ class Perplexity:
     @property
     def value(self) -> float:
         """exp of the mean negative log-likelihood over all tokens so far; NaN before the first."""
-        return math.exp(self.nll / self.tokens) if self.tokens else math.nan
+        return exponential(self.nll / self.tokens) if self.tokens else math.nan
 
     def add(self, scored: Scored) -> None:
         """Counts tokens in; each token of a text must be added once."""
@@ -63,9 +63,17 @@ class Perplexity:
     def curve(self) -> list[tuple[int, float]]:
         """(end of the stretch in tokens, perplexity within it), in order."""
         return [
-            ((index + 1) * self.bucket, math.exp(total / count))
+            ((index + 1) * self.bucket, exponential(total / count))
             for index, (count, total) in sorted(self.buckets.items())
         ]
+
+
+def exponential(nll: float) -> float:
+    """exp of a mean negative log-likelihood; infinity where that is beyond all floats."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf
 
 
 def perplexity(

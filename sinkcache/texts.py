@@ -33,7 +33,7 @@ def embedded() -> Text:
     The same wherever the Python is the same. Releases revise the wording, so figures from two Pythons compare only if
     their `sha256` agree.
     """
-    text = "\n\n".join(topics.topics[topic].strip() for topic in sorted(topics.topics))
+    text = BETWEEN.join(topics.topics[topic].strip() for topic in sorted(topics.topics))
     return _named(f"Python {platform.python_version()} reference", text)
 
 

@@ -20,6 +20,14 @@ def threads(cell: Cell) -> Found:
     return Found({"threads": torch.get_num_threads(), "process": os.getpid()})
 
 
+def signals(cell: Cell) -> Found:
+    return Found({"deaf": signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())})
+
+
+def tell(cell: Cell) -> Found:
+    return Found({"told": cell.payload})
+
+
 def fail(cell: Cell) -> Found:
     raise cell.payload
 

@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import random
@@ -67,6 +68,7 @@ def test_every_combination_is_a_cell_and_baselines_are_always_there(place: Path,
     found = [row["asked"] for row in rows(tmp_path)]
     assert {each["name"] for each in found} == NAMES - {"TOVA()"}
     assert {each["text"] for each in found} == {"one.txt 1", "one.txt 2"}
+    assert len({each["ids_sha256"] for each in found}) == 2
     for text in {each["text"] for each in found}:
         mine = [each for each in found if each["text"] == text]
         for name in ("window", "H2O(recent=budget//2)", "Clairvoyant(256)"):
@@ -123,6 +125,7 @@ def test_finished_cells_are_kept_and_only_what_is_new_is_measured(
         (["--horizon", "9"], 2),
         (["--budget", "8"], 0),
         (["--reread-every", "7"], 2),
+        (["--bucket", "9"], 13),
     ],
 )
 def test_whatever_figures_depend_on_makes_another_cell(
@@ -232,7 +235,10 @@ def test_an_interrupt_says_what_is_kept(
         (["--budget", "0"], "must be a whole number, 1 or more"),
         (["--positions", "sideways"], "is none of cache, original"),
         (["--dataset", "a/b"], "exclude each other"),
+        (["--config", "plain"], "--config plain is of a dataset: give --dataset too"),
         (["--chunk", ""], "must be a whole number"),
+        (["--chunk", "4,40"], "--budget 8 in chunks of 40 evicts nothing from --tokens 40 before the last"),
+        (["--chunk", "39"], "evicts nothing from --tokens 40"),
     ],
 )
 def test_what_makes_no_sense_is_refused_in_a_line_before_work(
@@ -258,6 +264,101 @@ def test_two_documents_of_one_name_are_refused(place: Path, tmp_path: Path, caps
     with pytest.raises(SystemExit):
         main(command(place, tmp_path / "out", "--text", str(place / "one.txt"), str(twin)))
     assert "two documents are named 'one.txt'" in capsys.readouterr().err
+
+
+def test_one_text_under_two_names_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (twin := tmp_path / "twin.txt").write_text((place / "one.txt").read_text())
+    with pytest.raises(SystemExit):
+        main(command(place, tmp_path / "out", "--text", str(place / "one.txt"), str(twin)))
+    assert "'one.txt' and 'twin.txt' are the same text" in capsys.readouterr().err
+
+
+def test_a_device_that_there_is_not_is_refused(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        main(command(place, tmp_path / "out", "--device", "cuda"))
+    assert "this torch sees no CUDA device" in capsys.readouterr().err
+
+
+def test_a_text_longer_than_the_model_was_trained_to_read_is_said(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(stream_cell, "measure", lambda cell: Found({}))
+    (long := tmp_path / "long.txt").write_text("w1 " * 129)
+    for tokens, said in (("128", False), ("129", True)):
+        main(command(place, tmp_path / "out", "--text", str(long), "--tokens", tokens))
+        assert ("trained to read 128 tokens" in capsys.readouterr().out) == said
+
+
+def test_a_layer_that_would_hold_more_than_the_text_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (lists := tmp_path / "budgets.json").write_text("[5, 60]")
+    more = ["--policy", "calibrated", "--layer-budgets", str(lists), "--budget", "30", "--tokens", "35"]
+    with pytest.raises(SystemExit):
+        main(command(place, tmp_path / "out", *more))
+    assert re.search("--policy calibrated has a layer hold 3[6-9] of --tokens 35", capsys.readouterr().err)
+
+
+MINE = """
+from dataclasses import dataclass, field
+from sinkcache import Policy
+
+@dataclass(frozen=True)
+class Mine(Policy):
+    share: float = 0.5
+    hidden: int = field(default=0, repr=False)
+
+    def score(self, entries): return entries.positions.float()
+"""
+
+
+@pytest.fixture
+def plug_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`plug_in(source)` has the distribution `stranger`, with its policy `Mine`, also called `Another`, be `source`."""
+
+    def install(source: str) -> None:
+        info = tmp_path / "site" / "stranger-1.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1\n")
+        (info / "entry_points.txt").write_text("[sinkcache.policies]\nMine = stranger_of_grids:Mine\nAnother = stranger_of_grids:Mine\n")  # fmt: skip  # noqa: E501
+        (info.parent / "stranger_of_grids.py").write_text(source)
+        sys.modules.pop("stranger_of_grids", None)
+        importlib.invalidate_caches()
+
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    yield install
+    sys.modules.pop("stranger_of_grids", None)
+
+
+def test_a_plug_in_that_was_edited_is_measured_anew(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plug_in: Any
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(stream_cell, "measure", lambda cell: (seen.append(cell), Found({}))[1])
+    for source, names in ((MINE, 2), (MINE, 0), (MINE.replace("float()", "neg().float()"), 2)):
+        plug_in(source)
+        seen.clear()
+        main(
+            command(
+                place, tmp_path / "out", "--budget", "8", "--policy", "Protect(Mine(), num_sinks=1, recent=2)", "Mine()"
+            )
+        )
+        mine = [cell.asked["name"] for cell in seen if "Mine" in cell.asked["name"]]
+        assert len(mine) == names
+    assert all("code" not in cell.asked for cell in seen if "Mine" not in cell.asked["name"])
+
+
+@pytest.mark.parametrize("policy", ["Mine(hidden=1)", "Protect(Mine(hidden=1), num_sinks=1, recent=2)"])
+def test_a_policy_that_does_not_write_all_it_has_is_refused(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture, plug_in: Any, policy: str
+) -> None:
+    plug_in(MINE)
+    with pytest.raises(SystemExit):
+        main(command(place, tmp_path / "out", "--policy", policy))
+    assert "is another policy when it is read again" in capsys.readouterr().err
 
 
 def test_a_budget_too_small_for_the_calibrated_policy_is_refused(

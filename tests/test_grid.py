@@ -1,5 +1,7 @@
 import argparse
 import io
+import json
+import math
 import os
 import signal
 import subprocess
@@ -17,9 +19,9 @@ from rich.console import Console
 
 from experiments.grid import store as store_module
 from experiments.grid.cell import Cell, Found, measured
-from experiments.grid.options import add, check_workers, threads
+from experiments.grid.options import add_options, check_workers, threads
 from experiments.grid.pool import _visible, attempt, here, spread
-from experiments.grid.run import left, run
+from experiments.grid.run import run
 from experiments.grid.store import DONE, FAILED, Store
 
 COMMAND = ["python", "-m", "experiments.some", "--text", "a b.txt"]
@@ -32,7 +34,7 @@ def cell(number: int, function: str = "square", payload: Any = None, **asked: An
 
 def options(folder: Path, *more: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    add(parser, folder)
+    add_options(parser, folder)
     return parser.parse_args(["--workers", "0", *more])
 
 
@@ -220,6 +222,12 @@ def test_a_cell_that_kills_its_process_each_time_is_given_up_with_the_reason(tmp
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_process_never_hears_ctrl_c_and_this_one_does() -> None:
+    outcomes = list(spread([cell(number, "signals") for number in range(2)], 2, 1, 0))
+    assert [outcome.found and outcome.found.figures for outcome in outcomes] == [{"deaf": True}] * 2
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 def test_ending_early_ends_the_processes(tmp_path: Path) -> None:
     outcomes = spread([cell(1), cell(2, "slow", folder=str(tmp_path))], 2, 1, 0)
     assert next(outcomes).cell.asked["number"] == 1
@@ -280,10 +288,26 @@ def test_a_failure_is_kept_until_it_is_to_be_tried_again(tmp_path: Path, monkeyp
 
 
 def test_a_cell_that_is_asked_for_twice_is_measured_once(tmp_path: Path) -> None:
-    assert left([cell(1), cell(1), cell(2)], Store(tmp_path), options(tmp_path)) == [cell(1), cell(2)]
-    rows, _ = measure([cell(1), cell(1)], tmp_path)
-    assert len(rows) == 2
-    assert len(Store(tmp_path).path.read_text().splitlines()) == 1
+    rows, printed = measure([cell(1), cell(1), cell(2)], tmp_path)
+    assert [row["asked"]["number"] for row in rows] == [1, 2]
+    assert "known already" not in printed
+    assert len(Store(tmp_path).path.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("figure", [math.inf, math.nan, np.float32(1), {1}])
+def test_a_figure_that_cannot_be_kept_fails_its_cell_alone(tmp_path: Path, figure: Any) -> None:
+    rows, printed = measure([cell(1, "tell", figure), cell(2)], tmp_path)
+    assert [row["status"] for row in rows] == [FAILED, DONE]
+    assert rows[0]["reason"].startswith("what was found cannot be kept: ")
+    assert "cannot be kept" in printed
+    assert Store(tmp_path).rows() == rows
+
+
+@pytest.mark.parametrize("asked", [None, [], {}, {"kind": "other"}])
+def test_a_line_that_says_not_what_was_asked_is_damaged(tmp_path: Path, asked: Any) -> None:
+    (row,), _ = measure([cell(1)], tmp_path)
+    (tmp_path / "results.jsonl").write_text(json.dumps({**row, "asked": asked}) + "\n")
+    assert (Store(tmp_path).rows(), Store(tmp_path).damaged) == ([], 1)
 
 
 def test_an_interrupt_keeps_what_is_filed(tmp_path: Path) -> None:

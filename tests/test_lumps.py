@@ -44,6 +44,16 @@ def test_a_text_begins_at_the_token_of_its_first_letter(kind, size):
         assert str(tokenizer.decode(read[at : at + 2])).strip(" ▁").startswith(title)
 
 
+@pytest.mark.parametrize("size", [5, 17, 33, 50])
+def test_a_text_that_begins_behind_a_cut_is_where_it_is(size):
+    tokenizer, parts = TOKENIZERS["_byte_level"], [Part(f"{word} one two three ", word) for word in "qzkj"]
+    begins, read = [], []
+    for lump in lumps(parts, tokenizer, size):
+        begins += [len(read) + at for at, _ in lump.begins]
+        read += lump.ids
+    assert [str(tokenizer.decode(read[at : at + 1])).strip()[0] for at in begins] == list("qzkj")
+
+
 def test_no_more_is_read_or_tokenised_than_a_lump_needs(monkeypatch):
     given_lengths, taken = [], []
     encoded = module._encoded

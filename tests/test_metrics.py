@@ -372,6 +372,12 @@ def test_perplexity_of_nothing_is_nan() -> None:
     assert math.isnan(Perplexity().value)
 
 
+def test_perplexity_beyond_all_floats_is_infinite() -> None:
+    result = Perplexity()
+    result.add(Scored(0, torch.tensor([710.0])))
+    assert (result.value, result.curve()) == (math.inf, [(256, math.inf)])
+
+
 def test_perplexity_records_the_bos(model: Model) -> None:
     llama = model("llama")
     assert [perplexity(llama, _dynamic(llama), _ids(5), bos=bos).bos for bos in (None, 3)] == [None, 3]

@@ -1,12 +1,16 @@
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 from conftest import build
 from test_retrieval import TOKENIZER
+from tokenizers import models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from experiments import passkey
 from experiments.passkey import main
@@ -177,6 +181,7 @@ def test_a_users_mistake_is_one_line_before_a_model_is_looked_for(
             "evicts nothing from a stream",
         ),
         (["--task", "streameval", "--distance", "999999"], "names and 1,000,000 are needed"),
+        (["--length", "4097"], "so that its full cache sets no standard"),
     ],
 )
 def test_a_users_mistake_is_one_line_before_weights_are_loaded(
@@ -241,6 +246,37 @@ def test_accuracy_is_drawn_over_tokens_back_with_the_budget_as_a_line() -> None:
     drawn: Any = next(each for each in right.containers if each.get_label() == "window")
     assert drawn.lines[0].get_xydata().tolist() == [[60, 100], [240, 50]]
     assert "5 lines are 60, 20 lines are 240" in held.get_xlabel()
+
+
+def test_other_prose_makes_other_cells(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(cell: Any) -> Any:
+        raise ValueError("not now")
+
+    monkeypatch.setattr(cells, "measure", fails)
+    (prose := tmp_path / "prose.txt").write_text(
+        " ".join(f"He saw the {a}{b} go by." for a in "abcdefgh" for b in "aeiou")
+    )
+    run(place, tmp_path / "out")
+    before = len(rows(tmp_path / "out"))
+    run(place, tmp_path / "out", "--text", str(prose))
+    assert len(rows(tmp_path / "out")) == 2 * before
+
+
+def test_commands_on_the_page_can_be_given_to_a_shell(tmp_path: Path) -> None:
+    told = row("H2O", [1], [1])
+    told["command"] = ["python", "--policy", "H2O(recent=4)", "<a>"]
+    assert (
+        "<pre>python --policy &#x27;H2O(recent=4)&#x27; &#x27;&lt;a&gt;&#x27;</pre>"
+        in write(tmp_path, [told]).read_text()
+    )
+
+
+def test_a_tokenizer_without_digits_is_refused(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    shutil.copytree(place, folder := tmp_path / "model")
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>").save_pretrained(folder)
+    assert "has no tokens for digits" in line_of(folder, tmp_path / "out", capsys)
 
 
 def test_the_page_has_every_table_and_figure_and_needs_nothing_else(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from experiments.reports.analysis import analysed
 from experiments.reports.files import flat
 from experiments.reports.source import Unusable, read
 from experiments.reports.terminal import show
-from experiments.reports.write import write_report
+from experiments.reports.write import write
 
 pytest.importorskip("matplotlib")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -41,6 +42,10 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
             retrieval(folder / "run", name, [1, 0, 1], [1, 0, 1], depth=depth)
     write_report([folder / "run"], folder / "out")
     return folder
+
+
+def write_report(folders: Sequence[Path], out: Path) -> Path:
+    return write(analysed(folders), out)
 
 
 def page_of(folder: Path, *more: Path) -> str:
@@ -386,7 +391,7 @@ def test_what_was_there_stays_whole_if_writing_fails(ran: Path, tmp_path: Path, 
 
 def test_the_terminal_shows_the_figures_in_a_hundred_columns(ran: Path) -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    show(console, [ran / "run"])
+    show(console, analysed([ran / "run"]))
     said = console.export_text()
     assert max(map(len, said.splitlines())) <= 100
     (part,) = analysed([ran / "run"]).parts

@@ -375,3 +375,27 @@ def test_policies_of_one_name_are_told_apart(tmp_path: Path) -> None:
         stream(tmp_path, "H2O", nlls(300, recent), policy=f"H2O(recent={recent})")
     (panel,) = panels(tmp_path)
     assert sorted(line.label for line in panel.lines) == ["H2O: H2O(recent=16)", "H2O: H2O(recent=32)"]
+
+
+@pytest.mark.parametrize(("chunk", "bos", "first"), [(16, None, 65), (40, None, 81), (40, 1, 80), (1, None, 65)])
+def test_after_the_first_eviction_begins_with_the_chunk_that_finds_something_evicted(
+    tmp_path: Path, chunk: int, bos: int | None, first: int
+) -> None:
+    nll = nlls(200, 0)
+    for name in ("full", "H2O"):
+        told = {"first_after": None if name == "full" else 64 + (bos is None)}
+        stream(tmp_path, name, nll, chunk=chunk, bos=bos, figures=told)
+    found = by_name(only(tmp_path))["H2O"].after
+    assert found.value == pytest.approx(perplexity(nll[first:]), rel=1e-12)
+
+
+def test_the_same_tokens_under_two_names_are_one_document(tmp_path: Path) -> None:
+    for text, seed in (("one", 0), ("one 1", 0), ("one 2", 1)):
+        stream(tmp_path, "full", nlls(100, seed), text, ids_sha256=str(seed), text_sha256="0")
+    stream(tmp_path, "H2O", nlls(100, 0, 3.2), "one", ids_sha256="0", text_sha256="0")
+    stream(tmp_path, "H2O", nlls(100, 1, 3.2), "one 2", ids_sha256="1", text_sha256="0")
+    contest = only(tmp_path)
+    assert contest.units.lengths == (100, 100)
+    assert {len(each.line.cells) for each in contest.results} == {2}
+    (note,) = analysed([tmp_path]).found.notes
+    assert note.endswith("are the same tokens: one document")

@@ -326,9 +326,9 @@ def test_a_cell_scores_what_was_said_beside_what_was_expected(model: Any, monkey
         return [Answer(TOKENIZER(said)["input_ids"], 0.25, 0)]
 
     monkeypatch.setattr(cells, "loaded", lambda asked: model)
-    monkeypatch.setattr(cells, "_tokenizer", lambda name, revision: TOKENIZER)
+    monkeypatch.setattr(cells, "_tokenizer", lambda name, revision, weights: TOKENIZER)
     monkeypatch.setattr(cells, "answered", copied)
-    asked = {"kind": "retrieval", "model": "m", "revision": None, "policy": None, "chunk": None}
+    asked = {"kind": "retrieval", "model": "m", "revision": None, "weights": "", "policy": None, "chunk": None}
     figures = cells.measure(Cell(cells.FUNCTION, asked, readings)).figures
     assert figures["hits"] == [1, 0, 1]
     assert figures["accuracy"] == pytest.approx(2 / 3)

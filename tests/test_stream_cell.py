@@ -1,5 +1,6 @@
 import argparse
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from experiments import stream_cell
-from experiments.compare_policies import _parser, cells_of
+from experiments.compare_policies import cells_of, parser
 from experiments.documents import stretches
 from experiments.entrants import CALIBRATED
 from experiments.grid.cell import Cell
@@ -27,7 +28,8 @@ from sinkcache import SinkCache
 from sinkcache.guard import cache_argument
 from sinkcache.models import EMBEDDED, load
 from sinkcache.plugins import named
-from sinkcache.recording import recall
+from sinkcache.policies import Clairvoyant
+from sinkcache.recording import recall, record
 from sinkcache.texts import embedded, from_file
 
 TOKENS, BUDGET, CHUNK = 60, 16, 6
@@ -57,13 +59,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def options(place: Path, *more: str) -> argparse.Namespace:
     read = ["--model", str(place), "--threads", "1", "--tokens", str(TOKENS), "--text", str(place / "one.txt")]
     how = ["--budget", str(BUDGET), "--chunk", str(CHUNK), "--recompute-every", "5", "--reread-every", "7"]
-    return _parser().parse_args([*read, *how, "--horizon", "12", "--policy", "TOVA()", *more])
+    return parser().parse_args([*read, *how, "--horizon", "12", "--policy", "TOVA()", *more])
 
 
 def cells(place: Path, *more: str) -> dict[str, Cell]:
     """By name, the cells of a grid."""
     given = options(place, *more)
-    one = network(given.model[0], None, given)
+    one = network(given.model[0], given)
     texts = [from_file(each) for each in given.text]
     return {cell.asked["name"]: cell for cell in cells_of(one, stretches(texts, given.documents), given)}
 
@@ -168,6 +170,48 @@ def test_divergence_and_agreement_are_with_the_full_cache_on_the_same_tokens(pla
         assert kl[~after].mean() > 1e-4
 
 
+def test_clairvoyant_knows_what_comes_after_a_bos(place: Path) -> None:
+    cell = cells(place, "--bos", "prepend")["Clairvoyant(12)"]
+    llama, _ = load(str(place))
+    ids = torch.cat([torch.tensor([[cell.asked["bos"]]]), ids_of(cell)], dim=1)
+    budgets = [BUDGET] * llama.config.num_hidden_layers
+    theirs = masked_nll(llama, ids, budgets, CHUNK, clairvoyant(llama, ids, 12))
+    found = measure(cell)
+    np.testing.assert_allclose(found.scores["nll"], theirs.numpy(), atol=1e-4)
+    own, best = recall(llama, ids, [Clairvoyant(record(llama, ids, CHUNK), 12)], BUDGET, CHUNK)
+    assert (found.figures["recall"], found.figures["recall_best"]) == (pytest.approx(own), pytest.approx(best))
+
+
+def test_predictions_that_are_no_numbers_fail_the_cell(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama: Any = load(str(place))[0]
+    with torch.no_grad():
+        llama.lm_head.weight[5] = math.nan
+    monkeypatch.setattr(stream_cell, "loaded", lambda asked: llama)
+    with pytest.raises(ValueError, match="predicted of token 1 is no number"):
+        measure(cells(place)["full"])
+
+
+def test_what_can_never_come_diverges_from_nothing() -> None:
+    one, other = torch.randn(3, 11), torch.randn(3, 11)
+    one[:, 4] = other[:, 4] = -math.inf
+    without = [index for index in range(11) if index != 4]
+    np.testing.assert_allclose(divergence(one, other), divergence(one[:, without], other[:, without]), rtol=1e-9)
+
+
+def test_a_model_that_changed_or_other_versions_are_not_measured(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place, folder := tmp_path / "model")
+    cell = cells(folder)["full"]
+    with pytest.raises(ValueError, match="the cell asks for versions"):
+        measure(Cell(cell.function, {**cell.asked, "versions": {}}, cell.payload))
+    grown: Any = build("llama", torch.float32, seed=1)
+    grown.save_pretrained(folder)
+    with pytest.raises(ValueError, match="they changed, or differ here"):
+        measure(cell)
+    again = measure(cells(folder)["full"])
+    shutil.copytree(place, folder, dirs_exist_ok=True)
+    assert measure(cell).figures["perplexity"] != again.figures["perplexity"]
+
+
 def test_divergence_is_the_sum_over_the_vocabulary() -> None:
     one, other = torch.randn(37, 11), torch.randn(37, 11)
     p, q = one.double().softmax(-1), other.double().softmax(-1)
@@ -255,8 +299,8 @@ def test_on_the_embedded_model_too(written: str) -> None:
     budget, tokens = 64, 160
     policy = "TOVA()" if written in ("window", "Clairvoyant(64)") else written
     asked = ["--tokens", str(tokens), "--budget", str(budget), "--horizon", "64", "--threads", "1", "--policy", policy]
-    given = _parser().parse_args(asked)
-    one = network(EMBEDDED, None, given)
+    given = parser().parse_args(asked)
+    one = network(EMBEDDED, given)
     cell = next(each for each in cells_of(one, stretches([embedded()], 1), given) if each.asked["name"] == written)
     smollm, _ = load(EMBEDDED)
     budgets = cell.asked["budgets"] or [budget] * smollm.config.num_hidden_layers

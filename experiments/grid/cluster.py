@@ -13,7 +13,7 @@ import torch
 import experiments
 from experiments.grid.cell import Cell
 from experiments.grid.options import LOCAL
-from experiments.grid.pool import Outcome, attempt
+from experiments.grid.pool import Outcome, attempt, first_line
 
 _QUIET = {"log_to_driver": False, "logging_level": "warning"}
 
@@ -24,9 +24,7 @@ def check_ray(address: str | None) -> None:
         raise ModuleNotFoundError('--ray needs the package ray: run `pip install "sinkcache[ray]"`')
 
 
-def on_ray(
-    cells: Sequence[Cell], address: str, workers: int, threads: int, retries: int
-) -> Generator[Outcome, None, None]:
+def on_ray(cells: Sequence[Cell], address: str, workers: int, threads: int, retries: int) -> Generator[Outcome]:
     """Measures cells on the cluster at `address`; on one of `workers` processes that is started here, where that is
     "local". Each cell has `threads` CPUs to itself, and a GPU if it is to be measured on one.
 
@@ -51,8 +49,8 @@ def on_ray(
                 try:
                     outcome = Outcome(cell, *ray.get(reference))
                 except RayError as error:
-                    reason = str(error).strip().splitlines()[0]
-                    outcome = Outcome(cell, None, f"its worker was lost {retries + 1} times: {reason}")
+                    times = f"{retries + 1} time{'s' if retries else ''}"
+                    outcome = Outcome(cell, None, f"its worker was lost {times}: {first_line(error)}")
                 yield outcome
     finally:
         for reference in waiting:
@@ -69,9 +67,8 @@ def _connect(ray: Any, address: str, workers: int, threads: int) -> None:
     try:
         ray.init(address=address, runtime_env={"py_modules": [here]}, **_QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"--ray {address}: no cluster answers ({reason}); start one with `ray start --head`"
+            f"--ray {address}: no cluster answers ({first_line(error)}); start one with `ray start --head`"
         ) from error
 
 

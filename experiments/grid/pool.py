@@ -6,8 +6,9 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -44,9 +45,9 @@ def attempt(cell: Cell) -> Outcome:
     except KeyboardInterrupt:
         raise
     except (MemoryError, torch.OutOfMemoryError) as error:
-        return Outcome(cell, None, f"out of memory: {_first_line(error)}")
+        return Outcome(cell, None, f"out of memory: {first_line(error)}")
     except Exception as error:
-        return Outcome(cell, None, f"{type(error).__name__}: {_first_line(error)}")
+        return Outcome(cell, None, f"{type(error).__name__}: {first_line(error)}")
 
 
 def spread(cells: Iterable[Cell], workers: int, threads: int, retries: int) -> Generator[Outcome]:
@@ -104,7 +105,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, self.number, self.threads), daemon=True)
-        self.process.start()
+        with _deaf():
+            self.process.start()
         theirs.close()
 
     def restart(self) -> None:
@@ -137,6 +139,20 @@ class _Worker:
         self.process.join()
 
 
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """A process begun within never hears Ctrl-C, not as it imports either; one that comes meanwhile waits."""
+    if not hasattr(signal, "pthread_sigmask"):  # not every system has it
+        yield
+        return
+    resource_tracker.ensure_running()  # which would let it through, were it begun within
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _work(connection: Connection, number: int, threads: int) -> None:
     """Measures what comes until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
@@ -166,5 +182,6 @@ def _watch_parent() -> None:
     os._exit(1)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, in a line."""
     return (str(error).strip() or repr(error)).splitlines()[0]

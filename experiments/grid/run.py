@@ -20,17 +20,18 @@ def left(cells: Sequence[Cell], store: Store, given: argparse.Namespace) -> list
     """The cells that are to be measured."""
     known = {} if given.fresh else {row["key"]: row["status"] for row in store.rows()}
     again = (None, FAILED) if given.retry_failed else (None,)
-    return [cell for cell in {cell.key: cell for cell in cells}.values() if known.get(cell.key) in again]
+    return [cell for cell in cells if known.get(cell.key) in again]
 
 
 def run(
     cells: Sequence[Cell], store: Store, console: Console, given: argparse.Namespace, command: Sequence[str]
 ) -> list[Row]:
-    """The rows of all cells, in their order; a cell that cannot be measured is filed as failed, and the rest go on.
+    """The rows of all cells, each once; a cell that cannot be measured is filed as failed, and the rest go on.
 
     Raises ValueError if another run writes to the same folder, OSError if a result cannot be written: what was filed
     before stays, and so it does on Ctrl-C.
     """
+    cells = list({cell.key: cell for cell in cells}.values())
     with store.writing():
         todo = left(cells, store, given)
         if len(todo) < len(cells):
@@ -57,10 +58,13 @@ def _outcomes(todo: Sequence[Cell], given: argparse.Namespace) -> Generator[Outc
 
 
 def _file(store: Store, outcome: Outcome, command: Sequence[str], progress: Progress) -> None:
-    if outcome.found is not None:
-        store.add(outcome.cell, outcome.found, command)
-        return
     reason = outcome.reason or "unknown"
+    if outcome.found is not None:
+        try:
+            store.add(outcome.cell, outcome.found, command)
+            return
+        except (TypeError, ValueError) as error:  # a figure that JSON does not know
+            reason = f"what was found cannot be kept: {error}"
     store.fail(outcome.cell, reason, command)
     progress.console.print(f"failed: {outcome.cell.title}: {reason}", style="red", highlight=False, soft_wrap=True)
 

@@ -114,6 +114,7 @@ class Store:
 def _parsed(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-        return row if row["key"] and row["status"] in (DONE, FAILED) and row["kind"] else None
+        whole = row["key"] and row["status"] in (DONE, FAILED) and row["kind"] == row["asked"]["kind"]
+        return row if whole else None
     except (ValueError, TypeError, KeyError):
         return None

@@ -27,7 +27,7 @@ def report(folders: Sequence[str | Path], out: Path, console: Console) -> Path:
     if missing:
         raise ModuleNotFoundError(_INSTALL.format(", ".join(missing)))
     analysis = analysed(folders)
-    terminal.print_(console, analysis)
+    terminal.show(console, analysis)
     path = write(analysis, out)
     console.print(f"Report: {path}", highlight=False, markup=False, soft_wrap=True)
     return path

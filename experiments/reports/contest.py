@@ -19,6 +19,7 @@ from experiments.results import Row
 
 BEST, TIED, UNRANKED, BOUND = "best", "tied", "not ranked", "bound"
 ANCHORS = ("StreamingLLM", "window", "Window")  # where the gap to the full cache begins: the first that is there
+COSTS = ("prefill_seconds", "ms_per_token", "tokens_per_second")
 BOUNDS = ("Clairvoyant",)  # which know the text to come: no policy to choose
 
 
@@ -95,8 +96,14 @@ def starts(panel: Panel) -> dict[str, int]:
     found = dict.fromkeys(panel.documents, 0)
     for line in panel.lines:
         for name, cell in line.cells.items():
-            found[name] = max(found[name], cell.row["figures"].get("first_after") or 0)
+            found[name] = max(found[name], _start(cell.row))
     return found
+
+
+def _start(row: Row) -> int:
+    """The first token that is predicted by a chunk before which something was evicted; 0 where nothing is."""
+    first, budget, chunk = row["figures"].get("first_after"), row["asked"].get("budget"), row["asked"].get("chunk")
+    return (first or 0) + (-budget % chunk if first and budget and chunk else 0)
 
 
 def _tokens(panel: Panel, counted: dict[str, Bool[np.ndarray, " tokens"]]) -> Tokens:
@@ -166,7 +173,7 @@ def _result(mine: Sums, full: Sums | None, anchor: Sums | None) -> Result:
     made.bits_per_byte = mine.bits_per_byte()
     rows = mine.line.rows
     made.bytes, made.bytes_peak = (_most(rows, name) for name in ("bytes", "bytes_peak"))
-    for name in ("prefill_seconds", "ms_per_token", "tokens_per_second", "seconds"):
+    for name in COSTS:
         values = [row["cost"][name] for row in rows if row["cost"].get(name) is not None]
         if values:
             made.costs[name] = Spread(min(values), float(np.median(values)), max(values))

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments.plots import _DASHES, _LEGEND, _LOG_FROM, _MARKS, COLOURS, INK, _logarithmic
+from experiments.plots import COLOURS, DASHES, INK, LEGEND, LOG_FROM, MARKS, frame, logarithmic, plain_ticks
 from experiments.reports.bootstrap import Estimate
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ class Style:
             again = number // len(_OTHERS)
             colour = known or _OTHERS[number % len(_OTHERS)]
             number += known is None
-            dash = _DASHES[(again if known is None else 0) % len(_DASHES)]
-            self.looks[label] = {"color": colour, "linestyle": dash, "marker": _MARKS[index % len(_MARKS)]}
+            dash = DASHES[(again if known is None else 0) % len(DASHES)]
+            self.looks[label] = {"color": colour, "linestyle": dash, "marker": MARKS[index % len(MARKS)]}
 
     def line(self, label: str) -> dict[str, Any]:
         """For a line through points."""
@@ -86,23 +86,19 @@ def whiskers(axes: Any, across: Sequence[float], found: Sequence[Estimate], look
 def legend(figure: "Figure", panels: Sequence[Any]) -> None:
     """One for all panels, below them."""
     found = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(found.values()), list(found), **_LEGEND)
+    figure.legend(list(found.values()), list(found), **LEGEND)
 
 
 def logarithmic_if(axes: Any, values: Sequence[float]) -> None:
-    """Where the greatest is several times the least."""
-    if values and min(values) > 0 and max(values) > _LOG_FROM * min(values):
-        _logarithmic(axes)
+    """Makes the axis that goes up logarithmic where the greatest of `values` is several times the least."""
+    if values and min(values) > 0 and max(values) > LOG_FROM * min(values):
+        logarithmic(axes)
 
 
 def logarithmic_across(axes: Any) -> None:
-    """With plain numbers at the ticks."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
+    """Makes the axis that goes across logarithmic, with plain numbers at the ticks."""
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    plain_ticks(axes.xaxis)
 
 
 def stacked(count: int, height: float, share: bool = True) -> tuple["Figure", list[Any]]:
@@ -112,10 +108,5 @@ def stacked(count: int, height: float, share: bool = True) -> tuple["Figure", li
     figure = Figure(figsize=(7.2, height * count + 0.9), layout="constrained")
     panels = list(figure.subplots(count, 1, squeeze=False, sharex=share).flat)
     for axes in panels:
-        axes.tick_params(colors=INK, which="both", labelsize=8)
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(INK)
-        axes.grid(True, color="#808080", alpha=0.25, linewidth=0.6)
-        axes.set_axisbelow(True)
+        frame(axes)
     return figure, panels

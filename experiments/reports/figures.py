@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from experiments.plots import _LOG_FROM, INK, _axes
+from experiments.plots import INK, LOG_FROM, panel
 from experiments.reports.contest import Contest, Result, starts
 from experiments.reports.drawing import Points, Style, legend, lines, logarithmic_across, logarithmic_if, stacked
 from experiments.results import Row
@@ -15,6 +15,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _BUCKETS = 16  # of a text, at most
+_TEXT = (
+    "Perplexity within each stretch of the text, over all documents that are as long. Dotted: the first eviction. "
+    "Methods that scored some tokens only are left out."
+)
+_BUDGET = "Perplexity of all tokens by budget, with 95% intervals. Dashed: the full cache."
+_BYTES = (
+    "What is paid and what is got: bytes of keys and values held, and perplexity after the first eviction over the "
+    "full cache's on the same tokens, with 95% intervals. Further down is better, further left is cheaper."
+)
+_KL = "Divergence of what is predicted from what the full cache predicts, nats a token, with 95% intervals."
 
 
 class Drawn(NamedTuple):
@@ -36,18 +46,6 @@ def figures(contests: Sequence[Contest], style: Style) -> dict[str, Drawn]:
     if any(result.kl and result.kl.value > 0 for each in contests for result in each.results):
         made["kl"] = Drawn(_KL, _divergence(contests, style), rows)
     return made
-
-
-_TEXT = (
-    "Perplexity within each stretch of the text, over all documents that are as long. Dotted: the first eviction. "
-    "Methods that scored some tokens only are left out."
-)
-_BUDGET = "Perplexity of all tokens by budget, with 95% intervals. Dashed: the full cache."
-_BYTES = (
-    "What is paid and what is got: bytes of keys and values held, and perplexity after the first eviction over the "
-    "full cache's on the same tokens, with 95% intervals. Further down is better, further left is cheaper."
-)
-_KL = "Divergence of what is predicted from what the full cache predicts, nats a token, with 95% intervals."
 
 
 def curve(result: Result, contest: Contest) -> list[tuple[int, float]]:
@@ -88,7 +86,7 @@ def _over_text(contests: Sequence[Contest], style: Style) -> "Figure":
 
 
 def _over_budget(contests: Sequence[Contest], style: Style) -> "Figure":
-    figure, axes = _axes("budget, tokens a layer holds (log; set a little apart)", "perplexity of all tokens")
+    figure, axes = panel("budget, tokens a layer holds (log; set a little apart)", "perplexity of all tokens")
     points: dict[str, Points] = {}
     for contest in contests:
         for result in contest.results:
@@ -109,7 +107,7 @@ def _over_budget(contests: Sequence[Contest], style: Style) -> "Figure":
 
 def _over_bytes(contests: Sequence[Contest], style: Style) -> "Figure":
     words = "keys and values held, MiB (log; set a little apart)"
-    figure, axes = _axes(words, "perplexity over the full cache's")
+    figure, axes = panel(words, "perplexity over the full cache's")
     points: dict[str, Points] = {}
     for contest in contests:
         for result in contest.results:
@@ -126,7 +124,7 @@ def _over_bytes(contests: Sequence[Contest], style: Style) -> "Figure":
 
 
 def _divergence(contests: Sequence[Contest], style: Style) -> "Figure":
-    shown = [[r for r in each.results if r.kl is not None and r.kl.value > 0] for each in contests]
+    shown = [[one for one in each.results if one.kl is not None and one.kl.value > 0] for each in contests]
     contests = [each for each, results in zip(contests, shown, strict=True) if results]
     shown = [results for results in shown if results]
     figure, panels = stacked(len(contests), 0.7 + 0.24 * max(map(len, shown)), share=True)
@@ -142,7 +140,7 @@ def _divergence(contests: Sequence[Contest], style: Style) -> "Figure":
         axes.set_title(contest.panel.setting.title, fontsize=9, color=INK, loc="left")
         axes.set_ylim(-0.6, len(results) - 0.4)
     values = [each.kl.value for results in shown for each in results if each.kl]
-    if max(values) > _LOG_FROM * min(values):
+    if max(values) > LOG_FROM * min(values):
         panels[0].set_xscale("log")
     else:
         panels[0].set_xlim(left=0)

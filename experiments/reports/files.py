@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports.bootstrap import Estimate
-from experiments.reports.contest import Contest
+from experiments.reports.contest import COSTS, Contest
 from experiments.reports.groups import CONDITIONS, Group
 from experiments.reports.retrieval import Task
 from experiments.results import Row
 from experiments.whole import put
 
 _ESTIMATES = ("perplexity", "after", "ratio", "to_best", "gap", "kl", "top1", "recall", "bits_per_byte")
-_COSTS = ("prefill_seconds", "ms_per_token", "tokens_per_second", "seconds")
 _PLAIN = ("kind", *CONDITIONS, "task", "language", "tokens", "bos", "budget", "positions", "chunk", "on", "name")
 _ABOUT = (*_PLAIN, "method", "policy", "standing", "documents", "scored", "bytes", "bytes_peak")
 
@@ -42,7 +41,7 @@ def write_cells(folder: Path, rows: Sequence[Row]) -> None:
 def write_summary(folder: Path, stream: Sequence[tuple[Group, Contest]], tasks: Sequence[tuple[Group, Task]]) -> None:
     """Writes `summary.csv`: a line for each line of a table, unrounded."""
     intervals = [f"{name}{end}" for name in (*_ESTIMATES, "accuracy", "held") for end in ("", "_low", "_high")]
-    costs = [f"{name}{end}" for name in _COSTS for end in ("", "_low", "_high")]
+    costs = [f"{name}{end}" for name in COSTS for end in ("", "_low", "_high")]
     rows = [line for group, contest in stream for line in _contest(group, contest)]
     rows += [line for group, task in tasks for line in _task(group, task)]
     put(folder / "summary.csv", _csv([*_ABOUT, *intervals, *costs], rows))

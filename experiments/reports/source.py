@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def read(folders: Sequence[str | Path]) -> Found:
         except Unusable as error:
             found.notes.append(f"{called(row)} is left out: {error}")
     _without_older_texts(found)
+    _once(found)
     return found
 
 
@@ -189,6 +190,26 @@ def _without_older_texts(found: Found) -> None:
             f"{name!r} has changed: {len(mine)} cells of its older text (SHA-256 {', '.join(hashes)}) are left out, "
             f"those of {newest[name].asked['text_sha256'][:12]} are shown"
         )
+
+
+def _once(found: Found) -> None:
+    """Has the same tokens under one name, that of their newest cell: a document counts once."""
+    named: dict[str, Measured] = {}
+    for each in found.stream:
+        ids = str(each.asked.get("ids_sha256"))
+        if ids not in named or later(each.row, named[ids].row):
+            named[ids] = each
+    kept: dict[str, Measured] = {}
+    for each in found.stream:
+        ids, text = each.asked.get("ids_sha256"), each.asked["text"]
+        name = text if ids is None else named[ids].asked["text"]
+        asked = {**each.asked, "text": name}
+        if name != text and (note := f"{text!r} and {name!r} are the same tokens: one document") not in found.notes:
+            found.notes.append(note)
+        same = json.dumps(asked, sort_keys=True)
+        if same not in kept or later(each.row, kept[same].row):
+            kept[same] = replace(each, row={**each.row, "asked": asked})
+    found.stream = list(kept.values())
 
 
 def later(row: Row, other: Row) -> bool:

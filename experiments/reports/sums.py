@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float
 
 from experiments.reports.bootstrap import Estimate, Mean, Units, estimate, mean
 from experiments.reports.groups import Line
-from experiments.results import Row
 
 _UNTOLD = 0.025  # of the draws, in which the anchor is no worse than the full cache
 
@@ -89,14 +88,18 @@ class Sums:
         return Estimate(got.value) if self.units.by_stretch else estimate(got.value, got.drawn, self.units)
 
     def bits_per_byte(self) -> Estimate | None:
-        """Over all tokens, by UTF-8 bytes of the text; None where some were not scored, or bytes are not known."""
+        """Over all tokens, by UTF-8 bytes of the text, those of a first token that is not scored among them.
+
+        None where some tokens were not scored, or the bytes are not known.
+        """
         cells = self.line.cells
-        bytes_ = [known for cell in cells.values() if (known := _bytes(cell.row)) is not None]
+        told = [cell.asked.get("bytes_of_text") for cell in cells.values()]
+        known = [each for each in told if each is not None]
         scored = [cell.row["figures"]["scored"] for cell in cells.values()]
         counted = [int(self.tokens.counted[name].sum()) for name in cells]
-        if len(bytes_) < len(cells) or scored != counted or not sum(bytes_):
+        if len(known) < len(cells) or scored != counted or not sum(known):
             return None
-        factor = sum(counted) / sum(bytes_) / math.log(2)
+        factor = sum(counted) / sum(known) / math.log(2)
         return estimate(self.all.value * factor, self.all.drawn * factor, self.units)
 
     def _sum(
@@ -117,9 +120,3 @@ class Sums:
 def _exponential(found: Mean, units: Units) -> Estimate:
     with np.errstate(over="ignore"):
         return estimate(float(np.exp(np.float64(found.value))), np.exp(found.drawn), units)
-
-
-def _bytes(row: Row) -> int | None:
-    """Of the scored text; of the whole, one token more, where only that is told."""
-    known = row["figures"].get("characters")
-    return row["asked"].get("bytes_of_text") if known is None else known

@@ -1,7 +1,6 @@
 """The report's tables in the terminal, 100 columns wide."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -9,7 +8,7 @@ from rich.table import Table
 
 from experiments.page import Shown
 from experiments.reports import retrieval_shown, tables
-from experiments.reports.analysis import Analysis, Part, analysed
+from experiments.reports.analysis import Analysis, Part
 from experiments.reports.contest import BEST, BOUND, TIED, UNRANKED, Contest, Result
 from experiments.reports.retrieval import Task
 
@@ -22,13 +21,8 @@ _KEY = (
 )
 
 
-def show(console: Console, folders: Sequence[str | Path]) -> None:
-    """Prints the tables of the runs in `folders`. Raises Unusable if one of them is none."""
-    print_(console, analysed(folders))
-
-
-def print_(console: Console, analysis: Analysis) -> None:
-    """The same of runs that are analysed already."""
+def show(console: Console, analysis: Analysis) -> None:
+    """Prints the tables."""
     for note in analysis.found.notes:
         _say(console, f"Note: {note}.", "yellow")
     for part in analysis.parts:

@@ -8,7 +8,7 @@ from experiments.page import SCRIPT, SORTING, Shown, page, sortable, text
 from experiments.plots import svg
 from experiments.report import FORGETS
 from experiments.reports import retrieval_shown, tables
-from experiments.reports.analysis import Analysis, Part, analysed
+from experiments.reports.analysis import Analysis, Part
 from experiments.reports.contest import Contest
 from experiments.reports.drawing import Style
 from experiments.reports.figures import Drawn, figures
@@ -35,16 +35,8 @@ _METHODS = {
 }
 
 
-def write_report(folders: Sequence[str | Path], out: Path) -> Path:
-    """Writes `report.html`, `cells.csv`, `results.parquet` and `summary.csv` into `out`; returns the report's path.
-
-    Raises Unusable if a folder holds no run.
-    """
-    return write(analysed(folders), out)
-
-
 def write(analysis: Analysis, out: Path) -> Path:
-    """The same of runs that are analysed already."""
+    """Writes `report.html`, `cells.csv`, `results.parquet` and `summary.csv` into `out`; returns the report's path."""
     out.mkdir(parents=True, exist_ok=True)
     write_cells(out, analysis.found.rows)
     parts = analysis.parts

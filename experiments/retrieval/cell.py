@@ -21,7 +21,7 @@ WHOLE = "whole"
 def measure(cell: Cell) -> Found:
     """What a cell asks for; its payload is what is read, each through a cache of its own."""
     asked, start, cpu = cell.asked, time.perf_counter(), time.process_time()
-    model, tokenizer = loaded(asked), _tokenizer(asked["model"], asked["revision"])
+    model, tokenizer = loaded(asked), _tokenizer(asked["model"], asked["revision"], asked["weights"])
     chunk = None if asked["chunk"] == WHOLE else asked["chunk"]
     found = [each for reading in cell.payload for each in answered(model, _cache(model, asked), reading, chunk)]
     expected = [question.expected for reading in cell.payload for question in reading.questions]
@@ -47,5 +47,5 @@ def _cache(model: PreTrainedModel, asked: Row) -> Cache:
 
 
 @lru_cache(maxsize=1)
-def _tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
+def _tokenizer(name: str, revision: str | None, _weights: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(source(name, revision), revision=revision)

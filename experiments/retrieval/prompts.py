@@ -55,8 +55,11 @@ class Language:
         return first if bos is not None and first == [bos] else []
 
     def digits(self, number: list[int]) -> list[int]:
-        """Which of a number's ids hold a digit: there may be a space."""
-        return [at for at, one in enumerate(number) if any(each.isdigit() for each in self.tokenizer.decode([one]))]
+        """Which of a number's ids hold a digit: there may be a space. Raises ValueError if none does."""
+        found = [at for at, one in enumerate(number) if any(each.isdigit() for each in self.tokenizer.decode([one]))]
+        if not found:
+            raise ValueError("the tokenizer has no tokens for digits, so that no number can be hidden or found")
+        return found
 
 
 def drawn(random: Random, count: int) -> list[str]:

@@ -8,11 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.page import page, pictures, table
+from experiments.page import page, pictures, table, text
 from experiments.plots import INK
 from experiments.reports.bootstrap import Estimate
 from experiments.reports.contest import BEST, TIED
 from experiments.reports.drawing import Style, legend, stacked, whiskers
+from experiments.reports.provenance import commands
 from experiments.reports.retrieval import Hits, Task, tasks, wilson
 from experiments.reports.retrieval_shown import figures
 from experiments.results import Row
@@ -74,7 +75,7 @@ def write(folder: Path, rows: Sequence[Row]) -> Path:
     """Writes the page of all tables and figures; returns its path."""
     body = ["<h1>Retrieval under bounded caches</h1>", f'<p class="note">{NOTES}</p>']
     for number, (title, group) in enumerate(_grouped(rows)):
-        body += [f"<h2>{title}</h2>", table("", *lines_of(group))]
+        body += [f"<h2>{text(title)}</h2>", table("", *lines_of(group))]
         style = Style([line.label for task in group for line in task.lines])
         for each, task in enumerate(group):
             named: dict[str, tuple[str, Any]] = {}
@@ -89,8 +90,7 @@ def write(folder: Path, rows: Sequence[Row]) -> Path:
                 if name == "depth":
                     named[f"depth-{number}-{each}"] = (f"{task.setting.title}. {drawn.caption}", drawn.figure)
             body += pictures(named)
-    commands = dict.fromkeys(" ".join(row["command"]) for row in rows)
-    body += ["<h2>Commands</h2>", *(f"<pre>{each}</pre>" for each in commands)]
+    body += ["<h2>Commands</h2>", *(f"<pre>{text(each)}</pre>" for each in commands(rows))]
     put(folder / "passkey.html", page("Retrieval under bounded caches", body))
     return folder / "passkey.html"
 

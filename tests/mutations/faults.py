@@ -1449,8 +1449,8 @@ FAULTS = [
     Fault(
         "the curve tells where stretches begin",
         "sinkcache/metrics.py",
-        "((index + 1) * self.bucket, math.exp",
-        "(index * self.bucket, math.exp",
+        "((index + 1) * self.bucket, exponential",
+        "(index * self.bucket, exponential",
         ("metrics::test_the_curve_is_the_perplexity_of_each_stretch_up_to_its_end",),
     ),
     Fault(
@@ -1752,7 +1752,7 @@ FAULTS = [
     Fault(
         "layers that share keys are shown attention",
         "sinkcache/attention.py",
-        'if getattr(cast(Any, model).config.get_text_config(decoder=True), "num_kv_shared_layers", 0):',
+        'if getattr(config, "num_kv_shared_layers", 0):',
         "if False:",
         ("scored_models::test_layers_that_share_keys_are_refused",),
     ),
@@ -2593,5 +2593,41 @@ FAULTS = [
         "flat.median(dim=1).values",
         "flat.mean(dim=1)",
         ("sinks::test_massive_activations_are_those_behind_each_block",),
+    ),
+    # long texts
+    Fault(
+        "long texts: positions are never re-based",
+        "sinkcache/predictions.py",
+        "if not cache.ordered and limit > at:",
+        "if not cache.ordered and limit > at + 10**9:",
+        ("metrics::test_long_texts_are_rebased_and_nothing_else_changes",),
+    ),
+    Fault(
+        "long texts: what cannot be re-based is read all the same",
+        "sinkcache/predictions.py",
+        "            self.cache.check_rebase()\n",
+        "            pass\n",
+        ("metrics::test_a_long_text_that_cannot_be_rebased_is_refused_before_it_is_read",),
+    ),
+    Fault(
+        "long texts: lumps are tokenised as if each began a text",
+        "sinkcache/lumps.py",
+        "    for behind in (context, before):",
+        '    for behind in ("",):',
+        ("lumps",),
+    ),
+    Fault(
+        "long texts: a beginning is counted from the text before",
+        "sinkcache/lumps.py",
+        "begins = [(at - cut, title) for at, title in begins if at >= cut]",
+        "begins = [(at, title) for at, title in begins if at >= cut]",
+        ("lumps",),
+    ),
+    Fault(
+        "long texts: every lump begins with the special tokens of a text",
+        "sinkcache/lumps.py",
+        "text[:cut], text[cut:], size, []",
+        "text[:cut], text[cut:], size, opening",
+        ("lumps",),
     ),
 ]
