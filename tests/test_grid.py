@@ -279,6 +279,13 @@ def test_finished_cells_are_not_measured_again_unless_asked(tmp_path: Path, monk
     assert fresh[0]["figures"]["square"] == -1
 
 
+def test_a_log_has_a_line_for_each_cell(tmp_path: Path) -> None:
+    cells = [cell(number, name=f"policy {number}") for number in (1, 2, 3)]
+    measure(cells[:1], tmp_path)
+    _, printed = measure(cells, tmp_path)
+    assert "2 of 3 cells: policy 2\n3 of 3 cells: policy 3\n" in printed
+
+
 def test_a_failure_is_kept_until_it_is_to_be_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failing = cell(1, "fail", ValueError("no"))
     assert measure([failing], tmp_path)[0][0]["status"] == FAILED

@@ -559,7 +559,7 @@ def test_nothing_else_of_sinkcache_imports_the_harness():
 
 
 def test_tasks_of_the_readme_are_the_harnesss():
-    place = Path(lm_eval.__file__).parent / "tasks"
+    place = Path(str(lm_eval.__file__)).parent / "tasks"
     known = set()
     for name in ("longbench", "longbench2", "ruler"):
         known |= set(TaskManager(include_path=str(place / name), include_defaults=False).all_tasks)

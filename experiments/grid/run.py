@@ -43,6 +43,9 @@ def run(
                 for outcome in outcomes:
                     _file(store, outcome, command, progress)
                     progress.update(task, advance=1, description=outcome.cell.title)
+                    if not console.is_terminal:  # in a log a bar is not drawn
+                        done = f"{progress.tasks[0].completed:.0f} of {len(cells)} cells"
+                        console.print(f"{done}: {outcome.cell.title}", highlight=False, soft_wrap=True)
             finally:
                 outcomes.close()
     rows = [store.find(cell.key) for cell in cells]

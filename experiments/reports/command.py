@@ -27,8 +27,8 @@ def report(folders: Sequence[str | Path], out: Path, console: Console) -> Path:
     if missing:
         raise ModuleNotFoundError(_INSTALL.format(", ".join(missing)))
     analysis = analysed(folders)
+    path = write(analysis, out)  # first: what is printed may be piped to a program that ends
     terminal.show(console, analysis)
-    path = write(analysis, out)
     console.print(f"Report: {path}", highlight=False, markup=False, soft_wrap=True)
     return path
 

@@ -177,6 +177,8 @@ def _result(mine: Sums, full: Sums | None, anchor: Sums | None) -> Result:
         values = [row["cost"][name] for row in rows if row["cost"].get(name) is not None]
         if values:
             made.costs[name] = Spread(min(values), float(np.median(values)), max(values))
+    if (each := made.costs.get("ms_per_token")) is not None:  # or the middle one of both would not agree
+        made.costs["tokens_per_second"] = Spread(1000 / each.high, 1000 / each.value, 1000 / each.low)
     return made
 
 

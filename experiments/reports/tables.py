@@ -11,7 +11,7 @@ QUALITY = ("policy", "perplexity", "after evict.", "x full", "x best", "gap", "K
 COST = ("policy", "MiB", "MiB, peak", "prefill, s", "ms/token", "tokens/s")
 NONE = "-"
 _SCARCE = 20  # stretches, from which an interval is about as wide as it should be
-STANDING = {BEST: "best", TIED: "tied with the best", UNRANKED: "NOT RANKED", BOUND: "a bound", "": ""}
+STANDING = {BEST: "best", TIED: "tied with the best", UNRANKED: "NOT RANKED", BOUND: "looks ahead", "": ""}
 NOTES = (
     "Perplexity: of all tokens of all documents together. After evict.: of the tokens that are predicted after the "
     "first eviction; x full, x best, gap, KL and top-1 are of the same tokens. x full: over the perplexity of the "
@@ -19,8 +19,8 @@ NOTES = (
     "from StreamingLLM, or else the window, to the full cache, where these documents tell the two apart. KL: of the "
     "full cache's prediction from this one's, nats, mean. Top-1: how often both predict the same token. Recall: the "
     "share of the full cache's attention that falls on what is held. MiB: keys and values held, at most. Small below "
-    "a figure: its 95% interval; below a cost: from the least document to the greatest. Clairvoyant knows the text to "
-    "come, so it is a bound and not ranked."
+    "a figure: its 95% interval; below a cost: from the least document to the greatest. Clairvoyant looks ahead in "
+    "the text: it is not ranked, and no bound on perplexity."
 )
 
 
@@ -96,7 +96,7 @@ def drawn(contest: Contest) -> str:
     return (
         f"{documents}. Intervals: middle 95% of {DRAWS:,} draws, the same for all policies, of the documents and of "
         f"{contest.units.count} stretches within them: fewer than {FEW} documents alone say little. They do not tell "
-        f"how other documents would differ{narrow}. Recall is one figure a document, so it has none."
+        f"how other documents would differ{narrow}. Recall is one figure a document, so it has no interval."
     )
 
 

@@ -16,7 +16,7 @@ WIDTH, _NAME = 100, 27
 _MARKS = {BEST: "* ", TIED: "= ", UNRANKED: "! ", BOUND: "^ ", "": "  "}
 _HEADS = ("policy", "ppl", "after", "x full", "95%", "gap", "KL", "recall", "MiB", "ms/tok")
 _KEY = (
-    "* best, = tied with it, ^ a bound, ! not ranked. After: after the first eviction, as are x full (and its 95% "
+    "* best, = tied with it, ^ looks ahead, ! not ranked. After: after the first eviction, as are x full (and its 95% "
     "interval), gap and KL."
 )
 

@@ -99,7 +99,11 @@ def _contest(analysis: Analysis, part: Part, contest: Contest) -> list[str]:
     ]
     if contest.of is None:
         body += [
-            sortable("Costs: of the documents, the one in the middle.", tables.COST, tables.cost(contest)),
+            sortable(
+                "Costs: median of the documents. Cells that were measured side by side share the machine.",
+                tables.COST,
+                tables.cost(contest),
+            ),
             foot(contest.rows),
         ]
     return body
