@@ -350,7 +350,7 @@ def test_nothing_grows_but_the_scores(model, tmp_path):
     finally:
         tracemalloc.stop()
     assert len(alive) == 4
-    assert len(set(alive)) == 1
+    assert max(alive) == alive[0]  # fewer, where those of an earlier test go meanwhile
     assert len(held) == 1
     assert traced[-1] - traced[1] < 100_000  # Python's own objects; 4,000 tokens as objects would be a million
     assert nll.nbytes == 8 * 8_000
